@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -19,16 +19,18 @@ from zckpt.errors import KeyNotFoundError
 from zckpt.format import data_file as data_file_format
 from zckpt.format import index as index_format
 from zckpt.format import names, tree
-from zckpt.format.digest import DIGEST_BYTES, ReadFile, block_count, blocks, check_block, digest
+from zckpt.format.digest import DIGEST_BYTES, ReadFile, blocks, check_block, digest
 from zckpt.format.dtypes import ITEM_BYTES, TORCH_NAMES
 from zckpt.format.limits import DIGEST_TABLE_BYTES_MAX, TREE_BYTES_MAX
 from zckpt.format.names import Tier
 from zckpt.format.rules import broken
+from zckpt.listing.files import digest_counts
 from zckpt.plan.catalog import run_of, tensor_counts
 from zckpt.plan.reshard import FilePieces, StoredPieces, choose_copies
 from zckpt.plan.select import Keys, nearest, select
 from zckpt.state.inventory import STATE
 from zckpt.state.lineage import Lineage, judged, lineage_of
+from zckpt.state.machines import Machine, machines_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -243,14 +245,12 @@ class Contents(Mapping[str, TensorInfo]):
     def machines(self) -> tuple[Machine, ...]:
         """The machines of which each has written the files of its own ranks to a disk of its own. Empty if all ranks
         wrote to one place."""
-        return machines_of(self.manifest.state)
+        return machines_in(self.plain_state)
 
     @cached_property
     def plain_state(self) -> dict[Any, Any]:
-        """The tree that all ranks share, with None in the place of each tensor and array. It is empty if the tree is
-        not a map. Raises FormatError."""
-        root = tree.unpack(self.manifest.state, lambda extension, name: None, names.MANIFEST)
-        return root if isinstance(root, dict) else {}
+        """What ``plain_root`` returns."""
+        return plain_root(self.manifest)
 
     # Where the tensors are stored
 
@@ -362,14 +362,8 @@ class Contents(Mapping[str, TensorInfo]):
 
     @cached_property
     def digest_counts(self) -> list[int]:
-        """For each rank, the fewest digests that its table may have. The exact number is known only from the index."""
-        manifest = self.manifest
-        counts = [0] * manifest.world_size
-        for file in manifest.files:
-            spans = (file.data_start, file.nbytes - file.data_start)
-            count = file.first_block + sum(block_count(nbytes, manifest.block_bytes) for nbytes in spans)
-            counts[file.rank] = max(counts[file.rank], count)
-        return counts
+        """For each rank, the fewest digests that its table may have."""
+        return digest_counts(self.manifest)
 
     @cached_property
     def _piece_count(self) -> int:
@@ -590,24 +584,8 @@ def read_header(reader: Reader, path: str, expected_bytes: int | None = None) ->
     return reader.read(path, 0, nbytes)
 
 
-class Machine(NamedTuple):
-    """A machine that has the files of some ranks on a disk of its own."""
-
-    host: str
-    """The name of the host of the first of these ranks."""
-    ranks: tuple[int, ...]
-    """The numbers of the ranks that see this disk, in ascending order."""
-
-
-def machines_of(state: bytes) -> tuple[Machine, ...]:
-    """Returns the machines that the packed root tree of a checkpoint records, or none if it does not record any, or not
-    in the right form. Raises FormatError."""
-    root = tree.unpack(state, lambda extension, name: None, names.MANIFEST)
-    recorded = root.get(names.MACHINES) if isinstance(root, dict) else None
-    machines = []
-    for machine in recorded if isinstance(recorded, (list, tuple)) else ():
-        host, ranks = (machine.get("host"), machine.get("ranks")) if isinstance(machine, dict) else (None, None)
-        if not isinstance(host, str) or not isinstance(ranks, (list, tuple)) or not all(type(r) is int for r in ranks):
-            return ()
-        machines.append(Machine(host, tuple(ranks)))
-    return tuple(machines)
+def plain_root(manifest: Manifest) -> dict[Any, Any]:
+    """Returns the tree that all ranks share, with None in the place of each tensor and array. It is empty if the tree
+    is not a map. Raises FormatError."""
+    root = tree.unpack(manifest.state, lambda extension, name: None, names.MANIFEST)
+    return root if isinstance(root, dict) else {}

@@ -15,15 +15,16 @@ from zckpt.errors import CheckpointNotFoundError, ZckptError
 from zckpt.format import manifest as manifest_format
 from zckpt.format import names
 from zckpt.format.limits import MANIFEST_BYTES_MAX
-from zckpt.listing.contents import machines_of
+from zckpt.listing.contents import plain_root
 from zckpt.listing.find import manifest_of
 from zckpt.listing.runs import entries_of
+from zckpt.state.machines import machines_in
 from zckpt.storage.lock import is_alive, read_lock
 
 if TYPE_CHECKING:
     from zckpt.format.manifest import Manifest
-    from zckpt.listing.contents import Machine
     from zckpt.ranks.collectives import Ranks
+    from zckpt.state.machines import Machine
     from zckpt.storage.contract import Store
 
 
@@ -43,7 +44,7 @@ class Doubt(NamedTuple):
 
     @property
     def machines(self) -> tuple[Machine, ...]:
-        return machines_of(self.manifest.state)
+        return machines_in(plain_root(self.manifest))
 
 
 def in_doubt(checkpoint: Store) -> dict[str, Doubt]:

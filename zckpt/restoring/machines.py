@@ -9,15 +9,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from zckpt.errors import FormatError, ZckptError, first_few
 from zckpt.format import names
 from zckpt.format.rules import broken
-from zckpt.listing.contents import Contents, machines_of
+from zckpt.listing.contents import Contents, plain_root
 from zckpt.listing.doubt import settle
+from zckpt.listing.files import files_in, lengths
 from zckpt.listing.find import find_and_open
 from zckpt.listing.runs import COMPARED_MAX, decode_manifest, directories, manifest_bytes
 from zckpt.restoring.peers import PeerReader
+from zckpt.state.machines import machines_in
 from zckpt.storage.schemes import open_store
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from zckpt.format.manifest import Manifest
     from zckpt.ranks.collectives import Ranks
@@ -87,13 +89,13 @@ def find_spread(path: StrPath, ranks: Ranks) -> tuple[Spread | None, Callable[[]
             return manifest_bytes(reader)
 
     raw = ranks.share(give, "read the manifest")[reports.index(newest)]
-    seen = ranks.share(lambda: _seen(store, decode_manifest(store, raw)), "look for the files")
+    seen = ranks.share(lambda: files_in(store, decode_manifest(store, raw)), "look for the files")
 
     def arrange() -> tuple[Spread, list[str]]:
         manifest = decode_manifest(store, raw)
         elsewhere: dict[str, tuple[int, int]] = {}
         missing = []
-        for file in _files(manifest):
+        for file in lengths(manifest):
             holders = [rank for rank, of_rank in enumerate(seen) if file in of_rank]
             if not holders:
                 missing.append(file)
@@ -108,27 +110,6 @@ def find_spread(path: StrPath, ranks: Ranks) -> tuple[Spread | None, Callable[[]
     return spread, opened
 
 
-def _sizes(manifest: Manifest) -> dict[str, int]:
-    """Returns the size in bytes of each file of a checkpoint that the manifest records. It records all but those of
-    digest tables."""
-    sizes = {manifest.path(file): file.nbytes for file in manifest.files}
-    return {**sizes, names.index_path(manifest.save_id): manifest.index_bytes}
-
-
-def _files(manifest: Manifest) -> Iterable[str]:
-    """Returns the paths of all files of a checkpoint except the manifest."""
-    tables = (names.digests_path(manifest.save_id, rank) for rank in range(manifest.world_size))
-    return [*_sizes(manifest), *tables]
-
-
-def _seen(store: Store, manifest: Manifest) -> dict[str, int]:
-    """Returns the sizes of those files of a checkpoint that this rank sees, except those of the wrong length."""
-    data_dir, sizes = names.data_dir(manifest.save_id), _sizes(manifest)
-    listed = {f"{data_dir}/{entry.path}": entry.nbytes for entry in store.entries(data_dir, deep=True) or ()}
-    seen = ((path, listed.get(path)) for path in _files(manifest))
-    return {path: nbytes for path, nbytes in seen if nbytes is not None and sizes.get(path, nbytes) == nbytes}
-
-
 def _whole(run: Store, ranks: Ranks) -> list[str]:
     """Returns the names of other checkpoints of a run that are whole on all machines together, newest first."""
 
@@ -141,7 +122,7 @@ def _whole(run: Store, ranks: Ranks) -> list[str]:
                         manifest = decode_manifest(store, manifest_bytes(reader))
                 except ZckptError:
                     continue
-                lacking = {*_files(manifest)} - {*_seen(store, manifest)}
+                lacking = lengths(manifest).keys() - files_in(store, manifest).keys()
                 found.append([manifest.step, store.location.path_from(run.location), manifest.save_id, [*lacking]])
         return sorted(found, reverse=True)[:COMPARED_MAX]
 
@@ -155,7 +136,7 @@ def _gone(store: Store, manifest: Manifest, missing: Sequence[str], whole: Seque
     of_rank = {rank: names.rank_dir(manifest.save_id, rank) for rank in range(manifest.world_size)}
     lost = [
         f"{machine.host} with ranks {first_few(machine.ranks, 8)}"
-        for machine in machines_of(manifest.state)
+        for machine in machines_in(plain_root(manifest))
         if any(path.startswith(f"{of_rank[rank]}/") for rank in machine.ranks if rank in of_rank for path in missing)
     ]
     what = f"of the run's other checkpoints these are whole, newest first: {', '.join(whole)}"

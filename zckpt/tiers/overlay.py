@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 from zckpt.errors import CheckpointNotFoundError, FormatError
 from zckpt.format import names
-from zckpt.format.digest import DIGEST_BYTES
 from zckpt.listing.contents import Contents
+from zckpt.listing.files import files_in, lengths
 from zckpt.listing.find import manifest_of
 from zckpt.storage.buffers import PAGE_BYTES
 from zckpt.storage.contract import IOCount
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     import torch
 
@@ -99,36 +99,16 @@ def overlay(stores: Sequence[Store], manifest: Manifest) -> Contents:
     read from the nearest directory in which it has the right length. If there is none, a read of the file raises the
     error of the first directory that has anything of the checkpoint. Nothing is asked of a directory if nearer ones
     have everything. Raises StorageError."""
-    sizes = {manifest.path(file): file.nbytes for file in manifest.files}
-    sizes[names.index_path(manifest.save_id)] = manifest.index_bytes
-    counts = Contents(manifest, OverlayReader([], {}), stores[0]).digest_counts
-    sizes_min = {names.digests_path(manifest.save_id, rank): count * DIGEST_BYTES for rank, count in enumerate(counts)}
-    missing = dict.fromkeys((*sizes, *sizes_min))
+    missing = dict.fromkeys(lengths(manifest))
     used: list[Store] = []
-    readers: list[Reader] = []
     reader_of: dict[str, Reader] = {}
+    readers: list[Reader] = []
     for store in stores:
         if missing and holds(store, manifest.save_id):
             used.append(store)
             readers.append(store.reader())
-            for path, nbytes in _sizes_in(store, readers[-1], names.data_dir(manifest.save_id), [*missing]):
-                if nbytes == sizes.get(path) or nbytes >= sizes_min.get(path, nbytes + 1):
-                    reader_of[path] = readers[-1]
-                    del missing[path]
+            for path in files_in(store, manifest, missing):
+                reader_of[path] = readers[-1]
+                del missing[path]
     farthest = max(used or stores, key=lambda store: store.requests_in_flight)
     return Contents(manifest, OverlayReader(readers, reader_of), farthest)
-
-
-def _sizes_in(store: Store, reader: Reader, directory: str, paths: Sequence[str]) -> Iterator[tuple[str, int]]:
-    """Yields those of these files in a directory of the store that are there, each with its length in bytes."""
-    listed = store.entries(directory, deep=True)
-    entries = {f"{directory}/{entry.path}": entry for entry in listed or ()}
-    for path in paths:
-        if listed is not None and path not in entries:
-            continue
-        nbytes = entries[path].nbytes if path in entries else None
-        if nbytes is None:  # This store cannot list files, or the file is a link, which the reader may follow.
-            with suppress(FormatError):
-                nbytes = reader.size(path)
-        if nbytes is not None:
-            yield path, nbytes

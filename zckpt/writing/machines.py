@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from zckpt.format import names
-from zckpt.listing.contents import Machine
+from zckpt.state.machines import Machine
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
