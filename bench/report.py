@@ -28,6 +28,7 @@ ORDER = (
     "export",
     "live_export",
     "copy_vs_plain",
+    "object_store",
     "one_tensor",
     "memory",
     "memory_limit",

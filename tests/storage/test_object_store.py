@@ -31,7 +31,7 @@ from zckpt.errors import (
     StorageError,
     UnsupportedError,
 )
-from zckpt.storage import object_store
+from zckpt.storage import object_errors, object_store
 from zckpt.storage.contract import ANYTHING
 from zckpt.storage.lock import WriteLock
 from zckpt.storage.schemes import open_store
@@ -448,7 +448,7 @@ def test_texts_of_servers_are_told_without_what_they_repeat() -> None:
         "code: 403 Forbidden: <?xml version='1.0'?>\n<Error><Code>SignatureDoesNotMatch</Code>\n<Message>no</Message>"
         "<AWSAccessKeyId>AKIA</AWSAccessKeyId><StringToSign>AWS4</StringToSign></Error>\n\nDebug source: headers"
     )
-    assert object_store._without_secrets(error) == (
+    assert object_errors.without_secrets(error) == (
         "Error performing PUT http://host/a?... in 3ms - Server returned non-2xx status code: 403 Forbidden: "
         "SignatureDoesNotMatch: no"
     )

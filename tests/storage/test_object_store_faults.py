@@ -35,7 +35,7 @@ from tests.support.states import EngineOfAnAdapter, same_all, write_through
 from tests.support.waiting import wait_until
 from zckpt.errors import LockedError, StorageError, ZckptError
 from zckpt.storage import lock as lock_module
-from zckpt.storage import object_store
+from zckpt.storage import object_client, object_store
 from zckpt.storage.contract import ANYTHING, _PutLater
 from zckpt.storage.lock import WriteLock
 from zckpt.storage.schemes import open_store
@@ -165,7 +165,7 @@ def test_a_server_that_is_gone_from_some_request_of_a_write_on(
     run: str, proxy: FaultyProxy, seaweedfs: ObjectServer, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """The older checkpoint stays, or the new one is there. Nothing else is left but what ``zckpt.gc`` removes."""
-    monkeypatch.setattr(object_store, "RETRIES", 0)
+    monkeypatch.setattr(object_client, "RETRIES", 0)
     path, number = f"{run}/c", 0.0
     write(path, 0, LONG)
     count = requests_of(proxy, partial(write, path, 0, LONG, overwrite=True))
@@ -206,7 +206,7 @@ def test_a_fault_at_each_request_of_a_load(run: str, proxy: FaultyProxy) -> None
 
 
 def test_a_read_goes_on_where_it_was_cut(run: str, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(object_store, "RETRIES", 0)
+    monkeypatch.setattr(object_client, "RETRIES", 0)
     data = np.random.default_rng(0).integers(0, 256, 3 * MIB, dtype=np.uint8)
     store, view = open_store(run), np.zeros(3 * MIB, np.uint8)
     store.put("a", data.tobytes())
@@ -222,7 +222,7 @@ def test_a_read_goes_on_where_it_was_cut(run: str, proxy: FaultyProxy, monkeypat
 def test_a_file_that_is_replaced_while_it_is_read_is_not_mixed(
     run: str, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(object_store, "RETRIES", 0)
+    monkeypatch.setattr(object_client, "RETRIES", 0)
     store = open_store(run)
     for other in (bytes(2 * MIB), bytes(1000)):
         store.put("a", b"\1" * 2 * MIB, over=ANYTHING)
@@ -244,7 +244,7 @@ def test_a_commit_whose_answer_is_lost_is_a_success(
     run: str, proxy: FaultyProxy, seaweedfs: ObjectServer, monkeypatch: pytest.MonkeyPatch, name: str, retries: int
 ) -> None:
     use(seaweedfs, monkeypatch, proxy.endpoint, TIMEOUT_SECONDS)
-    monkeypatch.setattr(object_store, "RETRIES", retries)
+    monkeypatch.setattr(object_client, "RETRIES", retries)
     for number, options in ((1.0, {}), (2.0, {"overwrite": True})):
         proxy.clear()
         proxy.inject(FAULTS[name], method="PUT", path="manifest.msgpack")
@@ -310,7 +310,7 @@ def test_what_cannot_be_removed_stays_and_costs_little_time(
 def race(worker: int, run: str, rounds: int, barrier: Any, results: Any) -> None:
     """Writes one checkpoint after another at the same moment as the other process. In every second round each writer
     takes the other one for dead, so that only the conditions of the puts protect the checkpoint."""
-    object_store.PAUSE_SECONDS = 0.01
+    object_client.PAUSE_SECONDS = 0.01
     outcomes: list[str] = []
     for number in range(rounds):
         seconds = (-1.0, 0.1) if number % 2 else (120.0, 5.0)

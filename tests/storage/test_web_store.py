@@ -15,7 +15,7 @@ from tests.support.faulty_proxy import Fault, FaultyProxy
 from tests.support.states import same_all, write_state
 from tests.support.web_server import web_server
 from zckpt.errors import CheckpointNotFoundError, MissingFileError, StorageError, UnsupportedError
-from zckpt.storage import object_store
+from zckpt.storage import object_client
 from zckpt.storage.schemes import open_store
 from zckpt.testing import ReferenceEngine
 from zckpt.transfer.budget import MIB
@@ -34,9 +34,9 @@ def written(tmp_path: Path) -> Written:
 
 @pytest.fixture
 def url(tmp_path: Path, written: Written, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    monkeypatch.setattr(object_store, "PAUSE_SECONDS", 0.01)
-    monkeypatch.setattr(object_store, "RETRIES", 2)
-    object_store._bucket.cache_clear()
+    monkeypatch.setattr(object_client, "PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(object_client, "RETRIES", 2)
+    object_client._client.cache_clear()
     with web_server(tmp_path) as url:
         yield url
 

@@ -10,7 +10,7 @@ import boto3
 import obstore
 
 from zckpt.cleaning import work
-from zckpt.storage import object_store
+from zckpt.storage import object_client
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,10 +29,10 @@ def use(
     and gives each one up after ``timeout_seconds``."""
     for name, value in server.environment(endpoint).items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(object_store, "PAUSE_SECONDS", 0.01)
-    monkeypatch.setattr(object_store, "RETRIES", RETRIES)
-    monkeypatch.setattr(object_store, "TIMEOUT_SECONDS", timeout_seconds)
-    object_store._bucket.cache_clear()
+    monkeypatch.setattr(object_client, "PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(object_client, "RETRIES", RETRIES)
+    monkeypatch.setattr(object_client, "TIMEOUT_SECONDS", timeout_seconds)
+    object_client._client.cache_clear()
 
 
 def keys(server: ObjectServer, path: str) -> list[str]:

@@ -5,24 +5,23 @@ from __future__ import annotations
 
 import os
 import posixpath
-import re
 import secrets
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
-from datetime import timedelta
-from functools import lru_cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from zckpt.errors import MissingFileError, NoSpaceError, StorageError, UnsupportedError, ZckptError
+from zckpt.errors import MissingFileError, StorageError, UnsupportedError
 from zckpt.format import names
 from zckpt.format.rules import broken
 from zckpt.progress import logger
 from zckpt.storage.contract import ANYTHING, Entry, IOCount, Store, Upload
+from zckpt.storage.object_client import CONNECT_SECONDS, TIMEOUT_SECONDS, client_of, endpoint, load_obstore
+from zckpt.storage.object_errors import NO_BUCKET, PAST_THE_END, REFUSED, Errors, without_secrets
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from zckpt.storage.buffers import Bytes
     from zckpt.storage.contract import Condition
     from zckpt.storage.location import Location
+    from zckpt.storage.object_client import Client
 
 PART_BYTES = 8 << 20
 """The size in bytes of the parts in which a large file is uploaded, if they are not too many."""
@@ -46,52 +46,8 @@ ATTEMPTS = 3
 result is unknown. Each time, obstore has already sent the request again by itself."""
 REMOVAL_SECONDS = 5.0
 """How long a new file waits for the removal of the file that was there before, in seconds."""
-TIMEOUT_SECONDS, CONNECT_SECONDS = 60, 10
-"""How long one request may take, and how long a connection may take to be made, in seconds."""
-RETRIES, RETRY_SECONDS = 8, 120
-"""How often obstore sends a request again that has failed, and for how many seconds."""
-PAUSE_SECONDS = 0.2
-"""How long obstore waits before it sends a request again for the first time, in seconds. Later pauses are longer."""
-_SETTINGS = ("AWS_", "GOOGLE_", "AZURE_")
-"""How the names of the variables of the environment begin that say where a bucket is, and who may use it."""
 _REMOVED = b"removed by zckpt "
 """How the content of a file begins that is just being removed under a condition."""
-_REFUSED = re.compile(r"status code: 4(?!08|29)|redirect|Range request")
-"""Matches the text of an error if the server would refuse the same request again."""
-_FULL = re.compile(r"status code: 507|QuotaExceeded|StorageFull")
-"""Matches the text of an error if there is no space left."""
-_PAST_THE_END = re.compile(r"status code: 416")
-"""Matches the text of an error if a range begins at the end of the file or after it."""
-_NO_BUCKET = re.compile(r"NoSuchBucket|ContainerNotFound|bucket does not exist")
-"""Matches the text of an error if the bucket does not exist, which obstore reports like a file that does not exist."""
-_NO_RANGES = re.compile(r"Range request not supported|non-partial response")
-"""Matches the text of an error if the server has sent the whole file instead of a part."""
-_HINTS = (
-    (_NO_BUCKET, "the bucket does not exist; make it, or give the name of another one"),
-    (re.compile("redirect|AuthorizationHeaderMalformed"), "the bucket is in another region: set AWS_REGION to it"),
-    (
-        re.compile(r"169\.254\.169\.254|metadata\.google|no credentials were found"),
-        "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, or what the provider of the bucket says; for "
-        "a bucket that anybody may read, set AWS_SKIP_SIGNATURE=true",
-    ),
-    (
-        re.compile(r"status code: 40[13]|necessary privileges"),
-        "the credentials are missing or wrong, or do not allow this; zckpt reads, writes, lists and removes files; if "
-        "the bucket is not one of AWS, set AWS_ENDPOINT_URL",
-    ),
-    (
-        re.compile("HTTP error"),
-        "the server cannot be reached, or does not answer in time; if the bucket is not one of AWS, set "
-        "AWS_ENDPOINT_URL",
-    ),
-)
-"""What the user can do about an error, by its text. The first that matches is told."""
-_QUERY = re.compile(r"\?[^\s\"')>]*")
-"""Matches the query of a URL, which may contain a signature or a token."""
-_XML = re.compile(r"<Code>(.*?)</Code>(?:.*?<Message>(.*?)</Message>)?", re.DOTALL)
-"""Matches the code and the message in the body of an answer. The rest of the body may repeat credentials."""
-_process: int | None = None
-"""The id of the process that has used obstore first. Its threads do not exist in a process that is forked from it."""
 
 
 class ObjectReader:
@@ -170,7 +126,7 @@ class ObjectReader:
         try:
             return self._store.call("get", path, options={"range": (start, stop)})
         except Exception as error:
-            if _PAST_THE_END.search(_without_secrets(error)):
+            if PAST_THE_END.search(without_secrets(error)):
                 return None
             raise
 
@@ -249,11 +205,11 @@ class ObjectStore(Store):
 
     def call(self, name: str, path: str, *arguments: Any, **keywords: Any) -> Any:
         """Calls a function of obstore for a file. Raises what it raises."""
-        return getattr(_obstore(), name)(self.client.bucket, self._key(path), *arguments, **keywords)
+        return getattr(load_obstore(), name)(self.client.bucket, self._key(path), *arguments, **keywords)
 
-    def errors(self, action: str, path: str, start: int | None = None, stop: int | None = None) -> _Errors:
+    def errors(self, action: str, path: str, start: int | None = None, stop: int | None = None) -> Errors:
         """Returns a context manager in which every error of obstore becomes one of zckpt, which names the file."""
-        return _Errors(action, str(self.location.child(path)), start, stop)
+        return Errors(action, str(self.location.child(path)), start, stop)
 
     def unreachable(self, message: str, path: str, start: int, stop: int) -> StorageError:
         """Returns the error of a read that may succeed at the next time."""
@@ -311,19 +267,19 @@ class ObjectStore(Store):
         """Puts a file under a condition. Returns whether the condition held. A put whose result is unknown is sent
         again: otherwise the server could still carry it out after this process has given up. Raises what obstore
         raises."""
-        errors = _obstore().exceptions
+        errors = load_obstore().exceptions
         for attempt in range(ATTEMPTS):
             try:
                 self.call("put", path, data, mode=mode, use_multipart=False)
                 return True
             except (errors.AlreadyExistsError, errors.PreconditionError, FileNotFoundError) as error:
-                if _NO_BUCKET.search(str(error)):
+                if NO_BUCKET.search(str(error)):
                     raise
                 break
             except errors.GenericError as error:
-                if attempt == ATTEMPTS - 1 or _REFUSED.search(_without_secrets(error)):
+                if attempt == ATTEMPTS - 1 or REFUSED.search(without_secrets(error)):
                     raise
-                logger.debug("%s: %s is put again: %s", self.location, path, _without_secrets(error))
+                logger.debug("%s: %s is put again: %s", self.location, path, without_secrets(error))
         there = self.there(path)  # What is there may be what an earlier request has put whose answer was lost.
         return there is not None and there[0] == data
 
@@ -351,13 +307,13 @@ class ObjectStore(Store):
     def remove(self, *paths: str) -> None:
         keys = [self._key(path) for path in paths if path]
         try:
-            delete = partial(_obstore().delete, self.client.bucket)
+            delete = partial(load_obstore().delete, self.client.bucket)
             if keys:
                 delete(keys)
         except Exception as error:  # what cannot be removed stays
-            logger.debug("%s: %s", self.location, _without_secrets(error))
+            logger.debug("%s: %s", self.location, without_secrets(error))
             # Some servers refuse to remove many files at once, or a file that is not there.
-            if _REFUSED.search(_without_secrets(error)):
+            if REFUSED.search(without_secrets(error)):
                 with ThreadPoolExecutor(self.requests_in_flight) as pool:
                     pool.map(partial(_quietly, delete), keys)
 
@@ -423,7 +379,7 @@ class ObjectStore(Store):
         region = os.environ.get("AWS_REGION")
         with self.errors("open", ""):
             session = boto3.session.Session()
-            return session.client("s3", endpoint_url=_endpoint(), region_name=region, config=config)
+            return session.client("s3", endpoint_url=endpoint(), region_name=region, config=config)
 
     @property
     def bucket(self) -> str:
@@ -431,10 +387,9 @@ class ObjectStore(Store):
         return self.location.path.partition("/")[0]
 
     @property
-    def client(self) -> _Client:
+    def client(self) -> Client:
         """What makes the requests."""
-        settings = ((name, value) for name, value in os.environ.items() if name.startswith(_SETTINGS))
-        return _bucket(self.location.scheme, self.bucket, *sorted(settings))
+        return client_of(self.location.scheme, self.bucket)
 
     def _key(self, path: str) -> str:
         return self.location.child(path).path.partition("/")[2].strip("/")
@@ -477,136 +432,9 @@ class WebStore(ObjectStore):
         )  # fmt: skip
 
 
-class _Errors:
-    """Turns the errors of obstore into errors of zckpt that name the file and contain no credentials."""
-
-    def __init__(self, action: str, file: str, start: int | None, stop: int | None) -> None:
-        self._action, self._file, self._start, self._stop = action, file, start, stop
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        errors = _obstore().exceptions
-        # obstore raises OSErrors while it uploads, and ValueErrors for paths. boto3's errors have no common base class.
-        is_known = isinstance(error, (errors.BaseError, OSError, ValueError)) or "botocore" in str(kind)
-        if error is None or isinstance(error, ZckptError) or not is_known:
-            return
-        text = _without_secrets(error)
-        is_missing = isinstance(error, FileNotFoundError) and not _NO_BUCKET.search(text)
-        if is_missing and self._action in ("look at", "read"):
-            raise broken("F001", "the file is missing", file=self._file) from None
-        if _NO_RANGES.search(text):
-            raise UnsupportedError(
-                "the server sends whole files instead of the parts that are asked for", file=self._file,
-                hint="use a server that answers requests with the header Range, or copy the files from there first",
-            ) from None  # fmt: skip
-        is_full = _FULL.search(text) is not None
-        failed = (NoSpaceError if is_full else StorageError)(
-            f"cannot {self._action}: {text}", file=self._file, start=self._start, stop=self._stop,
-            hint=_hint(text),
-        )  # fmt: skip
-        may_pass = isinstance(error, (errors.GenericError, OSError)) and not isinstance(error, FileNotFoundError)
-        failed.transient = may_pass and not is_full and not _REFUSED.search(text)
-        raise failed from None
-
-
-def _without_secrets(error: BaseException) -> str:
-    """Returns the text of an error in one line, without the queries of URLs, and without what the server has sent
-    except its code and message."""
-    text, _, body = str(error).partition("Debug source:")[0].partition("<")
-    sent = _XML.search(f"<{body}")
-    told = ": ".join(filter(None, sent.groups())) if sent else ""
-    return _QUERY.sub("?...", f"{text}{told}").replace("\n", " ").strip()
-
-
-def _hint(text: str) -> str | None:
-    return next((hint for pattern, hint in _HINTS if pattern.search(text)), None)
-
-
 def _quietly(action: Callable[[Any], object], argument: Any) -> None:
     with suppress(Exception):  # what cannot be removed stays
         action(argument)
-
-
-def _obstore() -> Any:
-    """Returns the module obstore. Raises UnsupportedError if it is not installed, and in a process in which it would
-    hang."""
-    global _process  # noqa: PLW0603
-    try:
-        import obstore
-        import obstore.exceptions
-        import obstore.store
-    except ImportError as error:
-        raise UnsupportedError(
-            "an object store needs the package obstore", hint="install it: pip install 'zckpt[cloud]'"
-        ) from error
-    _process = _process or os.getpid()
-    if _process != os.getpid():
-        raise UnsupportedError(
-            "a process that was forked from one that has used an object store cannot use one",
-            hint='start processes by multiprocessing.get_context("spawn")',
-        )
-    return obstore
-
-
-@dataclass(eq=False)
-class _Client:
-    """What makes the requests for a bucket, or for a web server."""
-
-    bucket: Any
-    """obstore's object."""
-    is_tried_out: bool = False
-    """Whether the server is known to keep conditions and ranges."""
-
-
-@lru_cache
-def _bucket(scheme: str, bucket: str, *settings: tuple[str, str]) -> _Client:
-    """Returns the client for a bucket, or for a web server. Other ``settings``, which are those variables of the
-    environment that the client is made from, need a client of their own."""
-    obstore = _obstore()
-    client = {
-        "timeout": timedelta(seconds=TIMEOUT_SECONDS), "connect_timeout": timedelta(seconds=CONNECT_SECONDS),
-        "allow_http": scheme == "http",
-    }  # fmt: skip
-    backoff = {"init_backoff": timedelta(seconds=PAUSE_SECONDS), "max_backoff": timedelta(seconds=10), "base": 3}
-    retries = {"backoff": backoff, "max_retries": RETRIES, "retry_timeout": timedelta(seconds=RETRY_SECONDS)}
-    common = {"client_options": client, "retry_config": retries}
-    url = f"{scheme}://{bucket}"
-    try:
-        if scheme != "s3":
-            return _Client(obstore.store.from_url(url, **common))
-        return _Client(obstore.store.S3Store(bucket, **_s3_options(), **common))
-    except Exception as error:  # also of boto3, whose errors have no base class without it
-        text = _without_secrets(error)
-        raise StorageError(f"cannot open the bucket: {text}", file=url, hint=_hint(text)) from None
-
-
-def _endpoint() -> str | None:
-    """Returns the URL of the server of S3 buckets, or None for that of AWS."""
-    return os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
-
-
-def _s3_options() -> dict[str, Any]:
-    """Returns the options of a bucket of S3. obstore finds credentials in the environment, and on machines of AWS. The
-    credentials of a profile, as ``aws sso login`` makes them, are found by boto3, if it is installed."""
-    endpoint, options = _endpoint(), dict[str, Any]()
-    if endpoint:
-        options["endpoint"] = endpoint
-        options["config"] = {"allow_http": endpoint.startswith("http://")}
-    if os.environ.get("AWS_ACCESS_KEY_ID") or os.environ.get("AWS_SKIP_SIGNATURE"):
-        return options
-    try:
-        import boto3
-        from obstore.auth.boto3 import Boto3CredentialProvider
-    except ImportError:
-        return options
-    session = boto3.session.Session()
-    if session.get_credentials() is None:  # obstore would look for them for a minute
-        raise ValueError("no credentials were found")
-    options["credential_provider"] = Boto3CredentialProvider(session)
-    if session.region_name and not os.environ.get("AWS_REGION"):
-        options["region"] = session.region_name
-    return options
 
 
 def _try_out(store: ObjectStore) -> None:
