@@ -317,7 +317,7 @@ class FaultyProxy:
 
 @dataclass(frozen=True)
 class Piece:
-    """Some bytes of a body as they are sent."""
+    """A part of the body of a request or of an answer, as it goes over the network."""
 
     content: bytes
     is_payload: bool = True
