@@ -125,11 +125,7 @@ class Work:
             return []
         since = store.now() - OLD_SECONDS
 
-        def is_young(name: str) -> bool:
-            below = [f"{name}/{entry.path}" for entry in store.entries(name, deep=True) or ()]
-            return any(entry.changed_at > since for entry in map(store.entry, [name, *below]) if entry is not None)
-
-        return [name for name in leftovers if is_young(name)]
+        return [name for name in leftovers if any(entry.changed_at > since for entry in _files(store, name).values())]
 
     def give_up_uploads(self, run: Store) -> None:
         """Removes the unfinished uploads of data files in and below the directory that are older than
@@ -151,7 +147,8 @@ class Work:
         argument of ``look``. The removal of a manifest is durable before the entries after it are removed."""
         for name in entries:
             found, path = look(store, name, named), str(store.location.child(name))
-            stored = [entry for entry in map(store.entry, found.files) if entry is not None]
+            files = _files(store, name)
+            stored = [files[own] for own in found.files if own in files]
             self.foreign += [str(store.location.child(foreign)) for foreign in found.foreign]
             if not self.dry_run:
                 remove_found(store, found)
@@ -177,3 +174,12 @@ class Work:
             else:
                 freed += file.nbytes or 0
         return freed, shared
+
+
+def _files(store: Store, name: str) -> dict[str, Entry]:
+    """Returns the file of this name, or all files below the directory of this name, by their paths."""
+    below = store.entries(name, deep=True)
+    if below is not None:
+        return {f"{name}/{entry.path}": entry for entry in below}
+    entry = store.entry(name)
+    return {} if entry is None else {name: entry}

@@ -48,9 +48,10 @@ class Doubt(NamedTuple):
 
 
 def in_doubt(checkpoint: Store) -> dict[str, Doubt]:
-    """Returns the prepared manifests of a checkpoint's directory that are in doubt, by their save ids."""
+    """Returns the prepared manifests of a checkpoint's directory that are in doubt, by their save ids. Only a store in
+    which the removal of a prepared file stops a commit has such files."""
     found: dict[str, Doubt] = {}
-    for name in entries_of(checkpoint):
+    for name in entries_of(checkpoint) if checkpoint.stops_commits else ():
         if not names.is_temporary(name, names.MANIFEST):
             continue
         with suppress(ZckptError), closing(checkpoint.reader()) as reader:  # If it is not whole, it was never prepared.

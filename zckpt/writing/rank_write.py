@@ -140,7 +140,7 @@ class RankWrite:
         """
         store, overwrite = self.store, self.options.overwrite
         # To take over the lock of the writer that has died would already remove its prepared manifest.
-        if store.stops_commits and not overwrite and in_doubt(store):
+        if not overwrite and in_doubt(store):
             raise CheckpointExistsError(
                 "a checkpoint is prepared here that another machine may have committed", file=str(store.location),
                 hint="zckpt.restore of this checkpoint on all of its machines settles it; write elsewhere, or replace "
