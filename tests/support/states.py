@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ from unittest import mock
 import torch
 
 import zckpt
+from zckpt.engines import adapt
 from zckpt.errors import FormatError
 from zckpt.format.names import Tier, check_tensor_name
 from zckpt.plan import catalog
@@ -185,12 +187,21 @@ class EngineOfAnAdapter:
     """An engine of which a test needs nothing but that it is one."""
 
 
+_thread = threading.local()
+
+
+def _adapt(engine: Any) -> Any:
+    """Returns the adapter that ``write_through`` has made in this thread. Any other engine has its own adapter, because
+    threads that patch a name at the same time may leave this function in its place."""
+    return _thread.adapter if isinstance(engine, EngineOfAnAdapter) else adapt(engine)
+
+
 def write_through(
     path: Path, value: torch.Tensor, *, step: int = 1, engine: EngineOfAnAdapter | None = None, **options: Any
 ) -> Any:
     """Calls ``zckpt.write`` with its lock, commit and clean-up, for a simulated engine of one tensor, ``master/w``.
     Each call is for another engine, unless an ``engine`` is given."""
-    adapter = SimpleNamespace(
+    _thread.adapter = SimpleNamespace(
         step=step,
         description={},
         parts=(MASTER,),
@@ -204,5 +215,5 @@ def write_through(
         rank_state=dict,
         after_write=lambda: None,
     )
-    with mock.patch("zckpt.writing.prepare.adapt", return_value=adapter):
+    with mock.patch("zckpt.writing.prepare.adapt", _adapt):
         return zckpt.write(engine or EngineOfAnAdapter(), path, **options)
