@@ -177,7 +177,7 @@ def die_before_the_directory_is_made(directory: Path) -> list[str]:
     ranks, first = Ranks(), Ranks.first
 
     def or_die(self: Ranks, action: Any, doing: str) -> Any:
-        if doing == "make a directory" and ranks.rank == 1:
+        if doing == "prepare the place" and ranks.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         return first(self, action, doing)
 

@@ -49,7 +49,7 @@ class Exported:
     """The result of ``zckpt.export``."""
 
     path: str
-    """The absolute path of the directory or file that was written."""
+    """The absolute path, or the URL, of the directory or file that was written."""
     files: tuple[str, ...]
     """The paths of all files, relative to ``path``. If ``path`` is itself a file, this is its name."""
     nbytes: int
@@ -84,7 +84,8 @@ def export(
 
     The persistent buffers are written too. Tensors are written in slices, so that the export takes no more memory than
     ``budget`` allows. Only weights that have to be converted as a whole take more. ``out`` appears once all of it is
-    durable. After an error, nothing new is there, and an earlier export is unchanged.
+    durable. After an error, nothing new is there, and an earlier export is unchanged. In an object store, the files of
+    a directory appear one after the other, the index and the configuration last.
 
     If torch.distributed is initialised, every rank has to call this with the same arguments. The ranks share the files
     that are written.
@@ -93,7 +94,8 @@ def export(
         source: a path as for ``zckpt.open``, a ``Checkpoint``, or a training engine. The weights of an engine are
             written straight from its memory, without a checkpoint, and every rank of the engine has to call this. Each
             file is written by one rank, to which the other ranks send their slices.
-        out: the directory (format "hf") or the file (format "pt") that is written.
+        out: the directory (format "hf") or the file (format "pt") that is written. It may be a URL of an object store,
+            in which an earlier file can be replaced, and an earlier directory cannot.
         format: "hf" makes a directory with the file ``model.safetensors``, or with several files and an index. "pt"
             makes one file. ``torch.load(out, weights_only=True)`` returns from it a dict of all tensors, in which a
             tied weight has all of its names.
@@ -157,17 +159,18 @@ def export(
         sizes = {file.name: file.nbytes for file in plan.files}
         sizes |= {name: len(data) for name, data in plan.small_files.items()}
         try:
-            ranks.first(place.begin, "make a directory")
+            ranks.first(lambda: place.begin(sizes), "prepare the place")
+            ranks.together(lambda: place.check_seen(ranks.job_rank), "look at the place")
             store, files = place.store, plan.files
             if not options.directory:
-                files = (replace(files[0], name=Location.of(place.prepared).name),)
+                files = (replace(files[0], name=place.name),)
             space = ranks.first(lambda: Space.of(store, sum(sizes.values())), "look for space")
             ranks.together(lambda: Space(*space).refuse_lack(), "look for space")
-            ranks.first(lambda: _put_small(store, plan), "write")
             if isinstance(tensors, EngineSource):
                 write_from_ranks(store, files, plan.sources, tensors, ranks, progress)
             else:
                 ranks.together(lambda: _write(store, files, plan, tensors, ranks, progress), "write")
+            ranks.first(lambda: _put_small(store, plan), "write")  # In an object store, they say that all is there.
             ranks.first(place.finish, "put the export in place")
         except BaseException:
             if ranks.rank == 0:

@@ -18,7 +18,6 @@ from zckpt.ranks.collectives import Ranks, check_equal
 from zckpt.reporting.page import find_libraries, render
 from zckpt.reporting.page_data import gather
 from zckpt.reporting.values import Values, joined, look
-from zckpt.storage.location import Location
 from zckpt.storage.schemes import open_store
 from zckpt.validation.report import LEVELS, Finding, Level, Report, in_order
 
@@ -63,7 +62,7 @@ def report(
     Args:
         paths: one or several checkpoints, in any order. The directory of a run stands for the checkpoint that its file
             ``latest`` names. The treemap, the ranks and the table are those of the checkpoint with the highest step.
-        out: the path of the page.
+        out: the path of the page, or its URL in an object store.
         statistics: whether the values of all tensors are read and verified, for the minimum, maximum, mean, norm and
             histogram of each. Without them the page has no norms and updates.
         level: what ``zckpt.validate`` checks. "structure" reads no tensor data. "digests" and "deep" read all bytes
@@ -74,7 +73,7 @@ def report(
         progress: an object that is told how many bytes are done, such as ``zckpt.ProgressBar()``.
 
     Returns:
-        The absolute path of the page.
+        The absolute path of the page, or its URL.
 
     Raises:
         CheckpointNotFoundError: there is no checkpoint at one of ``paths``.
@@ -113,9 +112,9 @@ def report(
 
     def write() -> None:
         page = _page(directories, checkpoints, reports, values, libraries)
-        place.begin()
+        place.begin([place.name])
         try:
-            place.store.put_new(Location.of(place.prepared).name, page)
+            place.store.put_new(place.name, page)
             place.finish()
         except BaseException:
             place.remove()

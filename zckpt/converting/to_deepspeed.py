@@ -15,19 +15,21 @@ from __future__ import annotations
 
 import os
 import secrets
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import TYPE_CHECKING
 
 from zckpt.converting.deepspeed_plan import FolderPlan
 from zckpt.converting.source import values_of
-from zckpt.errors import CheckpointExistsError
+from zckpt.errors import CheckpointExistsError, ZckptError
 from zckpt.exporting.checkpoint_source import CheckpointFiller
 from zckpt.exporting.place import Place
 from zckpt.exporting.write import write_files
 from zckpt.format import names
+from zckpt.format.limits import LATEST_BYTES_MAX
 from zckpt.listing.other_formats import DEEPSPEED_FILES
 from zckpt.plan.share import shared_out
 from zckpt.progress import reported
+from zckpt.storage.location import Location
 from zckpt.storage.schemes import open_store
 from zckpt.storage.space import Space
 
@@ -65,27 +67,28 @@ def to_deepspeed(
     nothing of the folder remains in ``destination``.
     """
     tag = f"global_step{checkpoint.step}" if tag is None else tag
-    run = os.path.abspath(destination)
+    run = Location.of(destination).absolute()
     plan = ranks.together(lambda: FolderPlan(checkpoint, stage, world_size), "plan the folder")
     place = Place(*ranks.first(lambda: _place(run, tag, overwrite), "look at the destination"))
 
-    def measure() -> tuple[CheckpointFiller, list[tuple[int, int]], tuple[str, ...]]:
+    def measure() -> tuple[CheckpointFiller, list[tuple[str, int, int]], tuple[str, ...]]:
         with values_of(checkpoint.path):
             filler = CheckpointFiller(checkpoint, plan.infos, budget or checkpoint.budget, plan.copies)
-            return filler, [(file.nbytes, filler.nbytes([file])) for file in plan.files()], plan.missing()
+            return filler, [(file.name, file.nbytes, filler.nbytes([file])) for file in plan.files()], plan.missing()
 
     filler, sizes, missing = ranks.together(measure, "plan the folder")
-    file_bytes = [nbytes for nbytes, _ in sizes]
+    file_bytes = [nbytes for _, nbytes, _ in sizes]
     own_files = [number for number, owner in enumerate(shared_out(file_bytes, ranks.size)) if owner == ranks.rank]
 
     def write() -> None:
-        with reported(progress, "convert", sum(sizes[number][1] for number in own_files)) as filler.advance:
+        with reported(progress, "convert", sum(sizes[number][2] for number in own_files)) as filler.advance:
             for number, file in enumerate(plan.files()):
                 if number in own_files:
                     write_files(place.store, [file], {}, filler, filler.budget)
 
     try:
-        ranks.first(place.begin, "make a directory")
+        ranks.first(lambda: place.begin(name for name, _, _ in sizes), "prepare the place")
+        ranks.together(lambda: place.check_seen(ranks.job_rank), "look at the place")
         space = ranks.first(lambda: Space.of(place.store, sum(file_bytes)), "look for space")
         ranks.together(lambda: Space(*space).refuse_lack(), "look for space")
         ranks.together(write, "convert")
@@ -94,31 +97,32 @@ def to_deepspeed(
         if ranks.rank == 0:
             place.remove()
         raise
-    return os.path.join(run, tag), missing
+    return str(run.child(tag)), missing
 
 
-def _place(run: str, tag: str, overwrite: bool) -> Place:
+def _place(run: Location, tag: str, overwrite: bool) -> Place:
     """Returns the place of a folder with this name in the directory ``run``. Raises ValueError or CheckpointExistsError
     if the folder may not be made there."""
     if tag in ("", ".", "..", "latest") or tag != os.path.basename(tag).strip() or "\n" in tag or "\0" in tag:
         raise ValueError(f"tag must be the name of a directory, got {tag!r}")
     _check_latest(run)
-    folder, what = os.path.join(run, tag), "checkpoint of DeepSpeed"
-    return Place.choose(folder, what, overwrite=overwrite, patterns=DEEPSPEED_FILES)
+    what = "checkpoint of DeepSpeed"
+    return Place.choose(str(run.child(tag)), what, overwrite=overwrite, patterns=DEEPSPEED_FILES)
 
 
-def _check_latest(run: str) -> None:
+def _check_latest(run: Location) -> None:
     """Raises CheckpointExistsError if the file ``latest`` in the directory ``run`` names a checkpoint of zckpt."""
-    latest_tag = ""
-    with suppress(OSError, UnicodeDecodeError), open(os.path.join(run, names.LATEST)) as file:
-        latest_tag = file.read().strip()
-    if latest_tag and os.path.lexists(os.path.join(run, latest_tag, names.MANIFEST)):
+    store, tag = open_store(run), ""
+    with suppress(ZckptError), closing(store.reader()) as reader:
+        tag = names.decode_latest(reader.read(names.LATEST, 0, LATEST_BYTES_MAX + 1), names.LATEST)
+    if tag and store.entry(f"{tag}/{names.MANIFEST}") is not None:
         raise CheckpointExistsError(
-            "this is a run of zckpt, whose file `latest` would be replaced", file=run, hint="choose another destination"
-        )
+            "this is a run of zckpt, whose file `latest` would be replaced", file=str(run),
+            hint="choose another destination",
+        )  # fmt: skip
 
 
-def _finish(place: Place, run: str, tag: str) -> None:
+def _finish(place: Place, run: Location, tag: str) -> None:
     """Puts the folder in place, and makes ``latest`` name it. Raises CheckpointExistsError, NoSpaceError and
     StorageError. Then what was there before is still there."""
     store = open_store(run)

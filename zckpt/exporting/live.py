@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 import torch
 
-from zckpt.errors import RankError
 from zckpt.exporting.write import put_whole
 from zckpt.plan.exchange import Messages, SlicedFiles, plan_messages
 from zckpt.plan.reshard import ElementRange
@@ -195,13 +194,7 @@ class _RankExport:
         self._writing: _Writing | None = None
 
     def begin(self) -> None:
-        """Creates the files that this rank writes, and allocates its memory. Raises RankError if this rank does not see
-        the directory, and StorageError."""
-        if self._store.entry("") is None:
-            raise RankError(
-                "rank 0 has made a directory that this rank does not see", file=str(self._store.location),
-                rank=self._ranks.job_rank, hint="export to a file system that all ranks share",
-            )  # fmt: skip
+        """Creates the files that this rank writes, and allocates its memory. Raises StorageError."""
         for number, file in enumerate(self._files):
             if self._shares.slices.writer[number] == self._ranks.rank:
                 writer = self._writers[number] = self._store.create(file.name, file.nbytes, direct=self._budget.direct)

@@ -1,16 +1,20 @@
-"""Puts an export, a checkpoint in DeepSpeed's own format, or the page of a report in place. It has a temporary name
-until it is complete, and then gets its own name in a single step."""
+"""Puts an export, a checkpoint in DeepSpeed's own format, or the page of a report in place.
+
+On a file system, it has a temporary name until it is complete, and then gets its own name in a single step. An object
+store cannot rename: there, a file appears when its upload is complete, and the files of a directory appear one after
+the other. So only a file is ever replaced there.
+"""
 
 from __future__ import annotations
 
 import os
 import stat
-from contextlib import suppress
+from contextlib import closing, suppress
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from zckpt.errors import CheckpointExistsError, UnsupportedError, first_few, from_os_error
+from zckpt.errors import CheckpointExistsError, RankError, first_few, from_os_error
 from zckpt.listing.runs import refuse_in_checkpoint
 from zckpt.storage import files
 from zckpt.storage.local_store import make_directories
@@ -19,7 +23,7 @@ from zckpt.storage.process_names import remove_left_over, temporary
 from zckpt.storage.schemes import open_store
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from zckpt.storage.contract import Store
     from zckpt.storage.location import StrPath
@@ -38,7 +42,7 @@ class Place(NamedTuple):
     path: str
     """The absolute path of the file or directory once it is complete."""
     prepared: str
-    """The temporary path of the file or directory until it is complete."""
+    """The temporary path of the file or directory until it is complete. In an object store, it is ``path``."""
     what: str
     """What errors call the file or directory, such as "export"."""
     overwrite: bool
@@ -48,7 +52,8 @@ class Place(NamedTuple):
     marks: Sequence[bytes]
     """For a file, bytes that are near the beginning of every file of the same kind."""
     made: list[str]
-    """The directories that ``begin`` has made, the innermost first."""
+    """The directories that ``begin`` has made, the innermost first. In an object store, the names of the files that are
+    written after it."""
 
     @classmethod
     def choose(
@@ -61,46 +66,53 @@ class Place(NamedTuple):
         marks: Sequence[bytes] = (),
     ) -> Place:
         """Returns the place for the path ``out``. If ``out`` is a symbolic link, the target of the link will be
-        replaced. Raises UnsupportedError for a URL, and the errors of ``check``."""
-        location = Location.of(out)
-        if location.scheme:
-            raise UnsupportedError(
-                f"the {what} can be written only to a file system",
-                file=str(location),
-                hint="give a path instead of a URL",
-            )
-        path = str(location.absolute())
+        replaced. Raises ValueError if a file would have the path of a bucket, and the errors of ``check``."""
+        location = Location.of(out).absolute()
+        if location.scheme and patterns is None and location.parent.path in ("", location.path):
+            raise ValueError(f"give the path of a file in the bucket instead of {str(location)!r}")
+        path = str(location)
         if os.path.islink(path):
             path = os.path.realpath(path)
-        place = cls(path, temporary(path), what, overwrite, patterns, marks, [])
+        place = cls(path, path if location.scheme else temporary(path), what, overwrite, patterns, marks, [])
         place.check()
         return place
 
     @property
     def store(self) -> Store:
-        """The temporary directory. For a file, it is the directory that contains the temporary file."""
+        """The directory in which the files are written. For a file, it is the directory that contains it."""
         prepared = open_store(self.prepared)
         return prepared.parent if self.patterns is None else prepared
 
+    @property
+    def name(self) -> str:
+        """The name with which a file is written."""
+        return Location.of(self.prepared).name
+
     def check(self) -> None:
         """Raises CheckpointExistsError unless something may be put here. Where something is already, ``overwrite``
-        allows to replace an earlier one of the same kind: a file that has all ``marks`` near its beginning, or a
-        directory that has weights and in which all files match ``patterns``."""
+        allows to replace an earlier one of the same kind: a file that has all ``marks`` near its beginning, or, on a
+        file system, a directory that has weights and in which all files match ``patterns``."""
         path = self.path
         refuse_in_checkpoint(path)
-        if not os.path.lexists(path):
+        there = open_store(path).entry("")
+        if there is None:
             return
-        if os.path.isdir(path) != (self.patterns is not None):
-            there, this = ("a directory", "a file") if self.patterns is None else ("a file", "a directory")
+        if there.is_directory != (self.patterns is not None):
+            kind, this = ("a directory", "a file") if self.patterns is None else ("a file", "a directory")
             raise CheckpointExistsError(
-                f"there is {there}, and the {self.what} is {this}", file=path, hint="give another path"
+                f"there is {kind}, and the {self.what} is {this}", file=path, hint="give another path"
             )
         if self.patterns is None:
-            if not _has_marks(path, self.marks):
+            if there.nbytes is None or not _has_marks(open_store(path), self.marks):
                 raise CheckpointExistsError(
                     "there is a file of another kind", file=path,
                     hint="give a path at which nothing exists yet, or move the file away",
                 )  # fmt: skip
+        elif not self._is_renamed:
+            raise CheckpointExistsError(
+                "there are files already, and an object store cannot replace a directory in one step", file=path,
+                hint="give another path, or remove these files first",
+            )  # fmt: skip
         else:
             try:
                 names, has_code = sorted(os.listdir(path)), _has_code(path)
@@ -125,16 +137,39 @@ class Place(NamedTuple):
                 hint="give another path, or `overwrite=True` (--overwrite) to replace it",
             )
 
-    def begin(self) -> None:
-        """Makes the directory of ``store``, and removes temporary files that dead processes have left beside the place.
-        Raises StorageError."""
+    @property
+    def _is_renamed(self) -> bool:
+        return self.prepared != self.path
+
+    def begin(self, names: Iterable[str]) -> None:
+        """Prepares the place for files with these names, before any of them is written. On a file system, makes the
+        directory of ``store``, and removes temporary files that dead processes have left beside the place. Raises
+        StorageError, and the errors of ``check``."""
+        if not self._is_renamed:
+            self.check()
+            self.made.extend(names if self.patterns is not None else ())
+            return
         remove_left_over(os.path.dirname(self.path))
         make_directories(self.store.location.path, self.made)
 
+    def check_seen(self, rank: int) -> None:
+        """Raises RankError if this rank does not see the directory that ``begin`` has made on rank 0. ``rank``: the
+        number of this rank in its job."""
+        store = self.store
+        if self._is_renamed and store.entry("") is None:
+            raise RankError(
+                "rank 0 has made a directory that this rank does not see", file=str(store.location), rank=rank,
+                hint=f"write the {self.what} to a file system that all ranks share, or to an object store",
+            )  # fmt: skip
+
     def finish(self, then: Callable[[], None] = lambda: None) -> None:
-        """Renames the temporary file or directory to ``path``, where it replaces an earlier one, and calls ``then``.
-        Raises StorageError, what ``then`` raises, and the errors of ``check``, because another process may have put
-        something there meanwhile. After an error, ``path`` is as it was before."""
+        """Calls ``then``, once the file or directory is in its place. On a file system, renames it to ``path`` first,
+        where it replaces an earlier one. Raises StorageError, what ``then`` raises, and the errors of ``check``,
+        because another process may have put something there meanwhile. After an error, ``path`` is as it was before,
+        once ``remove`` has been called."""
+        if not self._is_renamed:
+            then()
+            return
         self.store.sync_names("")
         self.check()
         try:
@@ -158,7 +193,11 @@ class Place(NamedTuple):
 
     def remove(self) -> None:
         """Removes what is at the temporary path. After ``finish``, this is what was at ``path`` before. Also removes
-        each directory that ``begin`` has made and that is empty."""
+        each directory that ``begin`` has made and that is empty. In an object store, it is called only after an error,
+        and removes the files that were written."""
+        if not self._is_renamed:
+            self.store.remove(*self.made)
+            return
         files.remove_tree(self.prepared)
         while self.made:
             with suppress(OSError):  # it is not empty
@@ -186,12 +225,7 @@ def _foreign(directory: str, patterns: Sequence[str]) -> Iterator[str]:
             yield name
 
 
-def _has_marks(path: str, marks: Sequence[bytes]) -> bool:
-    if not os.path.isfile(path):  # Opening a pipe could block.
-        return False
-    try:
-        with open(path, "rb") as file:
-            beginning = file.read(_BEGINNING_BYTES)
-    except OSError as error:
-        raise from_os_error(error, "read", path) from error
+def _has_marks(file: Store, marks: Sequence[bytes]) -> bool:
+    with closing(file.parent.reader()) as reader:
+        beginning = reader.read(file.location.name, 0, _BEGINNING_BYTES)
     return all(mark in beginning for mark in marks)

@@ -11,7 +11,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from tempfile import TemporaryFile
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
@@ -44,6 +45,8 @@ PIECE_BYTES = 1 << 20
 ATTEMPTS = 3
 """How many times in a row a read may be cut off before its next byte has come, and how many times a put is sent whose
 result is unknown. Each time, obstore has already sent the request again by itself."""
+EARLY_BYTES_MAX = 64 << 20
+"""The most bytes of one file that wait in memory for the bytes in front of them."""
 REMOVAL_SECONDS = 5.0
 """How long a new file waits for the removal of the file that was there before, in seconds."""
 _REMOVED = b"removed by zckpt "
@@ -131,6 +134,54 @@ class ObjectReader:
             raise
 
 
+class _Early:
+    """Keeps bytes of a file that are written before the bytes in front of them. What is more than ``EARLY_BYTES_MAX``
+    is in a temporary file."""
+
+    def __init__(self) -> None:
+        self._in_memory: dict[int, bytes] = {}
+        self._in_file: dict[int, tuple[int, int]] = {}
+        """For each offset, the place in the temporary file and the number of bytes."""
+        self._memory_bytes = 0
+        self._file: BinaryIO | None = None
+
+    def __len__(self) -> int:
+        return len(self._in_memory) + len(self._in_file)
+
+    def keep(self, offset: int, data: memoryview) -> None:
+        """Keeps the bytes that belong at the byte ``offset``. Raises OSError."""
+        if self._memory_bytes + len(data) <= EARLY_BYTES_MAX:
+            self._in_memory[offset] = bytes(data)
+            self._memory_bytes += len(data)
+            return
+        if self._file is None:
+            self._file = TemporaryFile(buffering=0, prefix="zckpt-")  # noqa: SIM115  ``clear`` closes it.
+        place = self._file.seek(0, os.SEEK_END)
+        while len(data):
+            data = data[self._file.write(data) :]
+        self._in_file[offset] = place, self._file.tell() - place
+
+    def take(self, offset: int) -> bytes | None:
+        """Returns the bytes that belong at the byte ``offset``, and forgets them. Returns None if there are none.
+        Raises OSError."""
+        if (data := self._in_memory.pop(offset, None)) is not None:
+            self._memory_bytes -= len(data)
+            return data
+        if offset not in self._in_file:
+            return None
+        assert self._file is not None
+        place, nbytes = self._in_file.pop(offset)
+        self._file.seek(place)
+        return self._file.read(nbytes)
+
+    def clear(self) -> None:
+        """Forgets all bytes, and removes the temporary file."""
+        self._in_memory.clear()
+        self._in_file.clear()
+        if self._file is not None:
+            self._file.close()
+
+
 class ObjectWriter:
     """Uploads one new file in parts, in the order of the file. The bytes are copied once, because obstore refers to
     them until their part is uploaded."""
@@ -140,7 +191,7 @@ class ObjectWriter:
     def __init__(self, store: ObjectStore, path: str, part_bytes: int) -> None:
         self._store, self._path, self._part_bytes = store, path, part_bytes
         self._file: Any = None
-        self._early: dict[int, bytes] = {}
+        self._early = _Early()
         self._position = 0
         self._lock = threading.Lock()
 
@@ -148,11 +199,11 @@ class ObjectWriter:
         view = memoryview(data)
         with self._lock, self._store.errors("write", self._path, offset, offset + len(view)):
             if offset != self._position:
-                self._early[offset] = bytes(view)
+                self._early.keep(offset, view)
                 return
             for start in range(0, len(view), PART_BYTES):
                 self._upload(bytes(view[start : start + PART_BYTES]))
-            while (early := self._early.pop(self._position, None)) is not None:
+            while (early := self._early.take(self._position)) is not None:
                 self._upload(early)
 
     def _upload(self, data: bytes) -> None:
