@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
+import obstore
 import pytest
 import torch
 
 import zckpt
 from tests.support.faulty_proxy import Fault, FaultyProxy
+from tests.support.live_export import make_engine, train
 from tests.support.states import write_state
 from zckpt.format import names
 from zckpt.storage.contract import ANYTHING
@@ -18,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
+    from tests.support.cluster import Cluster
     from tests.support.faulty_proxy import Request
     from tests.support.object_servers import ObjectServer
 
@@ -175,3 +179,30 @@ def test_what_is_wrong_with_a_file_is_found_while_its_data_are_read(
     refused(table, digests[:-1] + b"!", "D002")
     refused(table, digests + b"!", "D001")
     refused(table, digests + bytes(100 * 16), "D002")
+
+
+def restore(environment: dict[str, str], url: str, stage: int) -> bool:
+    """Restores an engine after its checkpoint was written. Returns whether its weights are those of the writer."""
+    os.environ.update(environment)
+    config = {"bf16": {"enabled": stage > 0}}
+    engine = make_engine("gpt2", stage, **config)
+    train(engine, 1)
+    zckpt.write(engine, url)
+    other = make_engine("gpt2", stage, **config)
+    zckpt.restore(other, url)
+    return all(map(torch.equal, engine.module.parameters(), other.module.parameters()))
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_ranks_restore_without_a_cache_and_read_each_byte_once(
+    cluster: Cluster, seaweedfs: ObjectServer, tmp_path: Path, stage: int
+) -> None:
+    """At stage 0, every rank holds the whole state. Each of them reads a share of it."""
+    url = f"s3://{seaweedfs.bucket}{tmp_path}/c"
+    with FaultyProxy(seaweedfs.endpoint) as proxy:
+        assert cluster.run(restore, 2, seaweedfs.environment(proxy.endpoint), url, stage) == [True, True]
+        answers = proxy.requests(method="GET", path=".safetensors")
+    received = sum(request.response_body_bytes for request in answers)
+    entries = [entry for chunk in obstore.list(seaweedfs.store(), f"{tmp_path}/c".strip("/")) for entry in chunk]
+    written = sum(entry["size"] for entry in entries if entry["path"].endswith(".safetensors"))
+    assert 0.8 * written < received < 1.1 * written

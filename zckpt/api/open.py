@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import os
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
 from zckpt.listing.find import advised, find_and_open, open_contents
 from zckpt.reading.checkpoint import Checkpoint
+from zckpt.storage.cache import BlockCache, CachedReader, forgetting
 from zckpt.tiers.choice import Chosen, choose
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
+    from zckpt.listing.contents import Contents
     from zckpt.storage.contract import Store
     from zckpt.storage.location import StrPath
     from zckpt.transfer.budget import Budget
 
 
 def open(  # noqa: A001  like the builtin, on purpose
-    path: StrPath | Sequence[StrPath], *, budget: Budget | None = None
+    path: StrPath | Sequence[StrPath], *, budget: Budget | None = None, cache: StrPath | None = None
 ) -> Checkpoint:
     """Opens a checkpoint for reading.
 
@@ -33,6 +35,10 @@ def open(  # noqa: A001  like the builtin, on purpose
             in which it has the right length. If they have several checkpoints, that of ``zckpt.restore`` is opened.
         budget: the memory, the threads and the kind of I/O of all later reads. None means
             ``Budget.from_environment()``.
+        cache: a directory of a local disk, in which the bytes that are read are kept. All processes of this machine may
+            share it, at the same time and later, and read each block of 4 MiB from the store once. It takes at most
+            half of the space that is free on its disk, and can be removed at any time. It is of use for checkpoints in
+            object stores and on web servers.
 
     Returns:
         The checkpoint. Its methods load any part of it.
@@ -51,7 +57,21 @@ def open(  # noqa: A001  like the builtin, on purpose
         store, contents = find_and_open(path)
     else:
         store, contents = choose(path).opened()
-    return Checkpoint(str(store.location), contents, budget, partial(advised, store))
+    if cache is None:
+        return Checkpoint(str(store.location), contents, budget, partial(advised, store))
+    use_cache(contents, cache)
+    return Checkpoint(str(store.location), contents, budget, partial(_advised_with_cache, store, contents))
+
+
+def use_cache(contents: Contents, directory: StrPath) -> None:
+    """Makes all further reads of a checkpoint use a cache in this directory. Raises StorageError."""
+    contents.reader = CachedReader(contents.reader, contents.store.location, BlockCache(directory))
+
+
+@contextmanager
+def _advised_with_cache(store: Store, contents: Contents, *left: str) -> Iterator[None]:
+    with forgetting(contents.reader), advised(store, *left):
+        yield
 
 
 def open_chosen(

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+import numpy as np
 
-    import numpy as np
+if TYPE_CHECKING:
+    from collections.abc import Buffer, Iterable, Sequence
+
     from numpy.typing import NDArray
 
     Bytes = NDArray[np.uint8]
@@ -25,6 +26,24 @@ def after(views: Sequence[Bytes | memoryview], nbytes: int) -> Sequence[Bytes | 
             return [view[nbytes:], *views[i + 1 :]]
         nbytes -= len(view)
     return []
+
+
+def scatter(pieces: Iterable[Buffer], views: Sequence[Bytes | memoryview]) -> int:
+    """Copies the bytes of all pieces into the views, one after the other. Returns the number of bytes, which are not
+    more than the views have room for."""
+    targets = [np.asarray(view) for view in views if len(view)]
+    filled = number = start = 0
+    for piece in pieces:
+        data = np.frombuffer(piece, np.uint8)
+        filled += len(data)
+        while len(data):
+            room = targets[number][start:]
+            nbytes = min(len(room), len(data))
+            room[:nbytes] = data[:nbytes]
+            data, start = data[nbytes:], start + nbytes
+            if start == len(targets[number]):
+                number, start = number + 1, 0
+    return filled
 
 
 def whole_pages(offset: int, nbytes: int) -> tuple[int, int]:

@@ -14,12 +14,11 @@ from functools import partial
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-import numpy as np
-
 from zckpt.errors import MissingFileError, StorageError, UnsupportedError
 from zckpt.format import names
 from zckpt.format.rules import broken
 from zckpt.progress import logger
+from zckpt.storage.buffers import scatter
 from zckpt.storage.contract import ANYTHING, Entry, IOCount, Store, Upload
 from zckpt.storage.object_client import CONNECT_SECONDS, TIMEOUT_SECONDS, client_of, endpoint, load_obstore
 from zckpt.storage.object_errors import NO_BUCKET, PAST_THE_END, REFUSED, Errors, without_secrets
@@ -70,18 +69,7 @@ class ObjectReader:
         return data
 
     def read_into(self, path: str, views: Sequence[Bytes | memoryview], offset: int) -> int:
-        targets = [np.asarray(view) for view in views if len(view)]
-        filled = number = start = 0
-        for piece in self._pieces(path, offset, offset + sum(map(len, targets))):
-            data = np.frombuffer(piece, np.uint8)
-            filled += len(data)
-            while len(data):
-                room = targets[number][start:]
-                nbytes = min(len(room), len(data))
-                room[:nbytes] = data[:nbytes]
-                data, start = data[nbytes:], start + nbytes
-                if start == len(targets[number]):
-                    number, start = number + 1, 0
+        filled = scatter(self._pieces(path, offset, offset + sum(map(len, views))), views)
         self.count.add(data_bytes=filled)
         return filled
 

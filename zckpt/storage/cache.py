@@ -1,0 +1,178 @@
+"""Keeps blocks of a remote checkpoint in a directory of a local disk. All processes of a machine share the directory,
+at the same time and later, so each block is read from the store once."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from contextlib import contextmanager, suppress
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import xxhash
+from filelock import FileLock
+
+from zckpt.errors import FormatError, from_os_error
+from zckpt.progress import logger
+from zckpt.storage.buffers import scatter
+from zckpt.storage.process_names import left_over, temporary
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from zckpt.storage.buffers import Bytes
+    from zckpt.storage.contract import Reader
+    from zckpt.storage.location import Location, StrPath
+
+CACHE_BLOCK_BYTES = 4 << 20
+"""The size in bytes of a block. The last block of a file may be shorter."""
+_LOCKS = 64
+"""How many blocks are read from stores at a time, at most, by all processes that share a directory."""
+_DIGEST_BYTES = 16
+"""The size in bytes of the digest at the end of the file of each block."""
+
+
+class BlockCache:
+    """A directory of blocks. Each block is a file, with a digest of its bytes at its end. Together they take at most
+    half of the space that is free on the disk, or taken by them. The blocks that were not used for the longest time are
+    removed first."""
+
+    def __init__(self, directory: StrPath) -> None:
+        """Makes the directory. Raises StorageError."""
+        self._directory = Path(directory).absolute()
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise from_os_error(error, "make the cache", str(directory)) from error
+        self._until_cleaning_bytes = 0
+        """How many more bytes this object puts before it looks whether there are too many."""
+
+    def files(self, path: str) -> Path:
+        """Returns the directory of the blocks of the file with this URL."""
+        return self._directory / f"{xxhash.xxh3_128_hexdigest(path.encode(errors='surrogateescape'))}.blocks"
+
+    def lock(self, block: Path) -> FileLock:
+        """Returns a lock that a process holds while it reads this block from the store."""
+        number = xxhash.xxh3_64_intdigest(os.fsencode(block)) % _LOCKS
+        return FileLock(self._directory / f"{number}.lock", poll_interval=0.005)
+
+    def get(self, block: Path) -> Bytes | None:
+        """Returns the bytes of a block. Returns None if the block is not there or is damaged."""
+        try:
+            raw = np.fromfile(block, np.uint8)
+            os.utime(block)
+        except OSError:
+            return None
+        data, digest = raw[:-_DIGEST_BYTES], raw[-_DIGEST_BYTES:]
+        return data if xxhash.xxh3_128_digest(data) == digest.tobytes() else None
+
+    def put(self, block: Path, data: Bytes | memoryview) -> None:
+        """Keeps a block. Does nothing if this fails, such as for lack of space."""
+        part = Path(temporary(str(block)))
+        try:
+            if self._until_cleaning_bytes <= 0:
+                self._clean()
+            self._until_cleaning_bytes -= len(data)
+            block.parent.mkdir(exist_ok=True)
+            with open(part, "wb") as file:
+                file.write(data)
+                file.write(xxhash.xxh3_128_digest(data))
+            os.replace(part, block)
+        except OSError as error:  # The cache only saves time.
+            logger.debug("%s is not kept: %s", block, error)
+            part.unlink(missing_ok=True)
+
+    def _clean(self) -> None:
+        """Removes blocks until they take a little less space than they may, and the temporary files of dead
+        processes."""
+        found: list[tuple[float, int, Path]] = []
+        for directory in self._directory.glob("*.blocks"):
+            with suppress(FileNotFoundError):
+                names = os.listdir(directory)
+                for name in left_over(names):
+                    (directory / name).unlink(missing_ok=True)
+                for name in names:
+                    with suppress(FileNotFoundError):
+                        status = (directory / name).stat()
+                        found.append((status.st_mtime, status.st_size, directory / name))
+        taken = sum(nbytes for _, nbytes, _ in found)
+        allowed = (shutil.disk_usage(self._directory).free + taken) // 2
+        self._until_cleaning_bytes = allowed // 16
+        for _, nbytes, path in sorted(found):
+            if taken <= allowed - 2 * self._until_cleaning_bytes:
+                break
+            path.unlink(missing_ok=True)
+            taken -= nbytes
+
+
+class CachedReader:
+    """Reads the files of a checkpoint through a cache. Only files in directories of the checkpoint are kept, because
+    these never change. So its manifest is always read from the store."""
+
+    direct = None
+
+    def __init__(self, reader: Reader, checkpoint: Location, cache: BlockCache) -> None:
+        """``reader``: reads the files from the store. ``checkpoint``: the directory of the checkpoint."""
+        self.count = reader.count
+        self._reader, self._checkpoint, self._cache = reader, checkpoint.absolute(), cache
+        self._used: set[Path] = set()
+
+    def read(self, path: str, offset: int, nbytes: int) -> bytes:
+        if "/" not in path:
+            return self._reader.read(path, offset, nbytes)
+        return b"".join(bytes(piece) for piece in self._pieces(path, offset, offset + nbytes))
+
+    def read_into(self, path: str, views: Sequence[Bytes | memoryview], offset: int) -> int:
+        if "/" not in path:
+            return self._reader.read_into(path, views, offset)
+        return scatter(self._pieces(path, offset, offset + sum(map(len, views))), views)
+
+    def size(self, path: str) -> int:
+        return self._reader.size(path)
+
+    def close(self) -> None:
+        self._reader.close()
+
+    def forget(self) -> None:
+        """Removes the blocks of all files that were read. They may have been damaged on their way from the store."""
+        for directory in self._used:
+            shutil.rmtree(directory, ignore_errors=True)
+
+    def _pieces(self, path: str, start: int, stop: int) -> Iterator[Bytes]:
+        """Yields the bytes ``[start, stop)`` of a file piece by piece, or fewer if the file ends before."""
+        directory = self._cache.files(str(self._checkpoint.child(path)))
+        self._used.add(directory)
+        for number in count(start // CACHE_BLOCK_BYTES):
+            first = number * CACHE_BLOCK_BYTES
+            if first >= stop:
+                return
+            data = self._block(path, directory / str(number), first)
+            yield data[max(start - first, 0) : stop - first]
+            if len(data) < CACHE_BLOCK_BYTES:
+                return
+
+    def _block(self, path: str, block: Path, start: int) -> Bytes:
+        """Returns the block of a file that begins at the byte ``start``."""
+        data = self._cache.get(block)
+        if data is None:
+            with self._cache.lock(block):
+                data = self._cache.get(block)  # Another process may have put it there meanwhile.
+                if data is None:
+                    room = np.empty(CACHE_BLOCK_BYTES, np.uint8)
+                    data = room[: self._reader.read_into(path, [room], start)]
+                    self._cache.put(block, data)
+        return data
+
+
+@contextmanager
+def forgetting(reader: Reader) -> Iterator[None]:
+    """Removes what a cache has of the files that ``reader`` reads, if the code in the context finds that the checkpoint
+    is damaged."""
+    try:
+        yield
+    except FormatError:
+        if isinstance(reader, CachedReader):
+            reader.forget()
+        raise
