@@ -3,21 +3,34 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 
-from tests.support.machine_ranks import values_on
+import zckpt
+from tests.support.machine_ranks import meanwhile, outcomes_on, values_on
+from tests.support.models import make_engine, train
 from tests.support.object_servers import ObjectServer, program
+from tests.support.patience import give_up_after
 from tests.support.runs import assert_goes_on_alike, restore_and_go_on, write_and_go_on
+from tests.support.waiting import wait_until
+from zckpt.storage import lock
+from zckpt.storage.object_store import ObjectWriter
 
 if TYPE_CHECKING:
-    from tests.support.cluster import Cluster
+    from tests.support.cluster import Cluster, Outcome
     from tests.support.machines import Machines
 
 SETUP: dict[str, Any] = {"stage": 2}
+GIVE_UP_SECONDS = 8
+TOLD_SECONDS = 30
+"""The longest time after which a rank has to know that another one is gone. It has a margin for busy machines."""
 SERVE = """
 import sys, time
 from tests.support.object_servers import seaweedfs
@@ -52,3 +65,88 @@ def test_a_run_goes_on_on_other_machines(machines: Machines, server: ObjectServe
     other = [nodes[1], nodes[2], nodes[0]]
     resumed = values_on(cluster, other, call, server.environment(), restore_and_go_on, run, SETUP, 0)
     assert_goes_on_alike(through, resumed)
+
+
+def write_and_be_disturbed(run: str, marks: str, who: int) -> tuple[str, str, int | None, float] | None:
+    """Writes a checkpoint, and then a second one. In the middle of its upload by rank ``who``, the test does something
+    to a machine: it waits for the file ``in-the-middle``, and makes the file ``disturbed``. Returns the error of this
+    rank, and after how many seconds it has come."""
+    engine = make_engine(**SETUP)
+    give_up_after(GIVE_UP_SECONDS)
+    train(engine, 1)
+    zckpt.write(engine, f"{run}/old")
+    rank, write = engine.global_rank, ObjectWriter.write
+
+    def be_disturbed(writer: ObjectWriter, *arguments: Any) -> None:
+        Path(marks, "in-the-middle").touch()
+        wait_until(Path(marks, "disturbed").exists)
+        write(writer, *arguments)
+
+    train(engine, 1)
+    with mock.patch.object(ObjectWriter, "write", be_disturbed if rank == who else write):
+        try:
+            zckpt.write(engine, f"{run}/new")
+        except zckpt.ZckptError as error:
+            seconds = time.time() - Path(marks, "disturbed").stat().st_mtime
+            Path(marks, f"told-{rank}").touch()
+            return type(error).__name__, str(error), getattr(error, "rank", None), seconds
+    return None
+
+
+def assert_told(outcomes: list[Outcome], who: int) -> None:
+    """Checks that every other rank was told in time that rank ``who`` is gone."""
+    for outcome in outcomes:
+        if outcome.rank != who:
+            assert not outcome.failed, outcome
+            kind, message, named, seconds = outcome.value
+            assert (kind, named) == ("RankError", who), message
+            assert seconds < TOLD_SECONDS
+
+
+def write_again(run: str) -> tuple[int, bool]:
+    engine = make_engine(**SETUP, seed=1)
+    zckpt.restore(engine, run)
+    train(engine, 1, 1)
+    with mock.patch.object(lock, "DEAD_SECONDS", 1):
+        time.sleep(3)
+        zckpt.write(engine, f"{run}/new")
+    return zckpt.open(run).step, all(zckpt.validate(f"{run}/{name}", level="digests").ok for name in ("old", "new"))
+
+
+@pytest.mark.parametrize("who", [0, 2])
+def test_ranks_are_told_of_a_cut_link(machines: Machines, server: ObjectServer, cluster: Cluster, who: int) -> None:
+    node, marks, run = machines.nodes[who], machines.directory, f"s3://{server.bucket}/run"
+
+    def cut_for_a_while() -> None:
+        node.cut()
+        (marks / "disturbed").touch()
+        wait_until(lambda: all((marks / f"told-{rank}").exists() for rank in {0, 1, 2} - {who}))
+        node.mend()
+
+    arguments = server.environment(), write_and_be_disturbed, run, str(marks), who
+    with meanwhile((marks / "in-the-middle").exists, cut_for_a_while):
+        outcomes = outcomes_on(cluster, machines.nodes, call, *arguments)
+    assert_told(outcomes, who)
+    assert outcomes[who].value[0] in ("RankError", "StorageError"), outcomes[who]
+    values = values_on(cluster, machines.nodes, call, server.environment(), write_again, run)
+    assert values == [(2, True)] * 3
+
+
+@pytest.mark.parametrize("who", [0, 2])
+def test_ranks_are_told_of_a_killed_machine(
+    machines: Machines, server: ObjectServer, cluster: Cluster, who: int
+) -> None:
+    node, marks, run = machines.nodes[who], machines.directory, f"s3://{server.bucket}/run"
+
+    def kill() -> None:
+        node.kill(keep_disk=False)
+        (marks / "disturbed").touch()
+
+    arguments = server.environment(), write_and_be_disturbed, run, str(marks), who
+    with meanwhile((marks / "in-the-middle").exists, kill):
+        outcomes = outcomes_on(cluster, machines.nodes, call, *arguments)
+    assert_told(outcomes, who)
+    assert outcomes[who].signal == signal.SIGKILL
+    node.start()
+    values = values_on(cluster, machines.nodes, call, server.environment(), write_again, run)
+    assert values == [(2, True)] * 3

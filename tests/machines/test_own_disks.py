@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 import zckpt
-from tests.support.machine_ranks import values_on
+from tests.support.faults import Fault, faulty
+from tests.support.machine_ranks import meanwhile, values_on
 from tests.support.models import make_engine, train
 from tests.support.runs import assert_goes_on_alike, restore_and_go_on, write_and_go_on
+from tests.support.waiting import wait_until
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from tests.support.cluster import Cluster
     from tests.support.machines import Machines
 
@@ -90,3 +95,82 @@ def failing_restore(path: str) -> str:
     with pytest.raises(zckpt.FormatError) as caught:
         zckpt.restore(make_engine(stage=2), path)
     return str(caught.value)
+
+
+def write_until_a_disk_is_full(run: str, marks: str) -> tuple[str, str, int | None]:
+    """Writes a checkpoint, and then a second one, in the middle of which the test fills the disk of rank 1: it waits
+    for the file ``in-the-middle``, and makes the file ``disturbed``. Returns the error of this rank."""
+    engine = make_engine(**SETUP)
+    train(engine, 1)
+    zckpt.write(engine, f"{run}/old", node_local=True)
+
+    def be_disturbed(operation: Callable[[], Any], file: str) -> Any:
+        Path(marks, "in-the-middle").touch()
+        wait_until(Path(marks, "disturbed").exists)
+        return operation()
+
+    train(engine, 1)
+    fault = Fault(be_disturbed, names=("create",)) if engine.global_rank == 1 else None
+    with faulty(fault), pytest.raises(zckpt.ZckptError) as caught:
+        zckpt.write(engine, f"{run}/new", node_local=True)
+    return type(caught.value).__name__, str(caught.value), getattr(caught.value, "rank", None)
+
+
+def write_again(run: str) -> int:
+    engine = make_engine(**SETUP, seed=1)
+    zckpt.restore(engine, run)
+    train(engine, 1, 1)
+    zckpt.write(engine, f"{run}/new", node_local=True)
+    return zckpt.open(run).step
+
+
+def test_a_full_disk_of_one_machine_ends_the_write_on_all(machines: Machines, cluster: Cluster) -> None:
+    run, marks, full = f"{machines.nodes[0].disk}/run", machines.directory, machines.nodes[1]
+
+    def fill() -> None:
+        full.fill_disk(free_bytes=20_000)
+        (marks / "disturbed").touch()
+
+    with meanwhile((marks / "in-the-middle").exists, fill):
+        errors = values_on(cluster, machines.nodes, write_until_a_disk_is_full, run, str(marks))
+    assert errors[1][0] == "NoSpaceError", errors
+    assert all((kind, rank) == ("RankError", 1) for kind, _, rank in (errors[0], errors[2])), errors
+    for node in machines.nodes:
+        assert node.shell(f"ls {run}") == "latest\nold\n"
+        assert node.shell(f"cat {run}/latest") == "old\n"
+    full.shell(f"rm {full.disk}/filler")
+    assert values_on(cluster, machines.nodes, write_again, run) == [2] * 3
+
+
+def write_two(run: str) -> list[str]:
+    engine, weights = make_engine(**SETUP), []
+    for name in ("old", "new"):
+        train(engine, 1)
+        zckpt.write(engine, f"{run}/{name}", node_local=True)
+        weights.append(weights_of(engine))
+    return weights
+
+
+def test_a_machine_comes_back_with_an_old_disk(machines: Machines, cluster: Cluster) -> None:
+    """It has only the older checkpoint, which the error names. So the training can go on from there."""
+    run, late = f"{machines.nodes[0].disk}/run", machines.nodes[2]
+    (old, _), *_ = values_on(cluster, machines.nodes, write_two, run)
+    late.shell(f"rm -r {run}/new && echo old > {run}/latest")
+    for message in values_on(cluster, machines.nodes, failing_restore, run):
+        assert "with ranks 2" in message
+        assert "these are whole, newest first: old" in message
+    assert values_on(cluster, machines.nodes, restored_weights, f"{run}/old") == [old] * 3
+    assert values_on(cluster, machines.nodes, replace_new, run) == [2] * 3
+    for node in machines.nodes:
+        assert node.shell(f"cat {run}/latest") == "new\n"
+
+
+def replace_new(run: str) -> int:
+    engine = make_engine(**SETUP, seed=1)
+    zckpt.restore(engine, f"{run}/old")
+    train(engine, 1, 1)
+    zckpt.write(engine, f"{run}/new", node_local=True, overwrite=True)
+    other = make_engine(**SETUP, seed=5)
+    zckpt.restore(other, run)
+    assert weights_of(other) == weights_of(engine)
+    return zckpt.open(run).step
