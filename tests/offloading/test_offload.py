@@ -216,6 +216,7 @@ def test_what_other_code_changes_during_an_offload_in_the_background_is_not_lost
     engine, expected = trained(), trained()
     run_writes, take = write_module.run_writes, write_module._take
     changes: list[int] = []
+    changing = threading.Lock()  # Two threads that negate one tensor at the same time negate some elements once.
 
     def change(tensor: torch.Tensor) -> None:
         changes.append(1)
@@ -229,8 +230,9 @@ def test_what_other_code_changes_during_an_offload_in_the_background_is_not_lost
 
     def take_and_change(*arguments: Any) -> Any:
         taken = take(*arguments)
-        if when == "while it is read" and len(changes) < 2:
-            change(engine.tensors[part]["wide"])
+        with changing:
+            if when == "while it is read" and len(changes) < 2:
+                change(engine.tensors[part]["wide"])
         return taken
 
     def write_and_change(*arguments: Any, **options: Any) -> Any:
