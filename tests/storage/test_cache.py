@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from multiprocessing import get_context
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -132,6 +133,18 @@ def test_a_full_disk_costs_only_time(stored: Stored, tmp_path: Path, monkeypatch
     (tmp_path / "file").touch()
     with pytest.raises(zckpt.StorageError, match="make the cache"):
         zckpt.open(stored.url, cache=tmp_path / "file" / "cache")
+
+
+def test_a_cache_can_be_removed_at_any_time(stored: Stored, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    checkpoint = zckpt.open(stored.url, cache=cache)
+    first = checkpoint.load(["master/*"])
+    shutil.rmtree(cache)
+    assert same_all(checkpoint.load(["master/*"]), first)
+    assert blocks(cache) != []
+    shutil.rmtree(cache)
+    cache.touch()  # Now nothing can be kept there.
+    assert same_all(checkpoint.load(["master/*"]), first)
 
 
 def load(url: str, cache: str, barrier: Any) -> None:

@@ -53,10 +53,20 @@ class BlockCache:
         """Returns the directory of the blocks of the file with this URL."""
         return self._directory / f"{xxhash.xxh3_128_hexdigest(path.encode(errors='surrogateescape'))}.blocks"
 
-    def lock(self, block: Path) -> FileLock:
-        """Returns a lock that a process holds while it reads this block from the store."""
+    @contextmanager
+    def lock(self, block: Path) -> Iterator[None]:
+        """Holds a lock, so that one process at a time reads this block from the store. If the directory cannot be
+        written any more, several processes may do so."""
         number = xxhash.xxh3_64_intdigest(os.fsencode(block)) % _LOCKS
-        return FileLock(self._directory / f"{number}.lock", poll_interval=0.005)
+        lock = FileLock(self._directory / f"{number}.lock", poll_interval=0.005)
+        try:
+            lock.acquire()
+        except OSError as error:
+            logger.debug("%s is not locked: %s", block, error)
+        try:
+            yield
+        finally:
+            lock.release()
 
     def get(self, block: Path) -> Bytes | None:
         """Returns the bytes of a block. Returns None if the block is not there or is damaged."""
@@ -75,14 +85,15 @@ class BlockCache:
             if self._until_cleaning_bytes <= 0:
                 self._clean()
             self._until_cleaning_bytes -= len(data)
-            block.parent.mkdir(exist_ok=True)
+            block.parent.mkdir(parents=True, exist_ok=True)
             with open(part, "wb") as file:
                 file.write(data)
                 file.write(xxhash.xxh3_128_digest(data))
             os.replace(part, block)
         except OSError as error:  # The cache only saves time.
             logger.debug("%s is not kept: %s", block, error)
-            part.unlink(missing_ok=True)
+            with suppress(OSError):
+                part.unlink()
 
     def _clean(self) -> None:
         """Removes blocks until they take a little less space than they may, and the temporary files of dead

@@ -11,10 +11,10 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from tempfile import TemporaryFile
+from tempfile import TemporaryFile, gettempdir
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from zckpt.errors import MissingFileError, StorageError, UnsupportedError
+from zckpt.errors import MissingFileError, StorageError, UnsupportedError, from_os_error
 from zckpt.format import names
 from zckpt.format.rules import broken
 from zckpt.progress import logger
@@ -137,21 +137,25 @@ class _Early:
         return len(self._in_memory) + len(self._in_file)
 
     def keep(self, offset: int, data: memoryview) -> None:
-        """Keeps the bytes that belong at the byte ``offset``. Raises OSError."""
+        """Keeps the bytes that belong at the byte ``offset``. Raises StorageError, which names the directory of the
+        temporary file."""
         if self._memory_bytes + len(data) <= EARLY_BYTES_MAX:
             self._in_memory[offset] = bytes(data)
             self._memory_bytes += len(data)
             return
-        if self._file is None:
-            self._file = TemporaryFile(buffering=0, prefix="zckpt-")  # noqa: SIM115  ``clear`` closes it.
-        place = self._file.seek(0, os.SEEK_END)
-        while len(data):
-            data = data[self._file.write(data) :]
-        self._in_file[offset] = place, self._file.tell() - place
+        try:
+            if self._file is None:
+                self._file = TemporaryFile(buffering=0, prefix="zckpt-")  # noqa: SIM115  ``clear`` closes it.
+            place = self._file.seek(0, os.SEEK_END)
+            while len(data):
+                data = data[self._file.write(data) :]
+            self._in_file[offset] = place, self._file.tell() - place
+        except OSError as error:
+            raise from_os_error(error, "keep bytes until their upload", gettempdir()) from error
 
     def take(self, offset: int) -> bytes | None:
         """Returns the bytes that belong at the byte ``offset``, and forgets them. Returns None if there are none.
-        Raises OSError."""
+        Raises StorageError."""
         if (data := self._in_memory.pop(offset, None)) is not None:
             self._memory_bytes -= len(data)
             return data
@@ -159,8 +163,11 @@ class _Early:
             return None
         assert self._file is not None
         place, nbytes = self._in_file.pop(offset)
-        self._file.seek(place)
-        return self._file.read(nbytes)
+        try:
+            self._file.seek(place)
+            return self._file.read(nbytes)
+        except OSError as error:
+            raise from_os_error(error, "read bytes for their upload", gettempdir()) from error
 
     def clear(self) -> None:
         """Forgets all bytes, and removes the temporary file."""
