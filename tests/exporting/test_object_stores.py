@@ -15,7 +15,7 @@ from tests.support.faulty_proxy import Fault, FaultyProxy
 from tests.support.hugging_face import content, make_hugging_face, write_both, write_model
 from tests.support.states import write_state
 from zckpt.errors import CheckpointExistsError, StorageError
-from zckpt.storage import object_store
+from zckpt.storage import object_writer
 from zckpt.storage.schemes import open_store
 from zckpt.testing import ReferenceEngine
 
@@ -65,7 +65,7 @@ def model(tmp_path: Path) -> Any:
 @pytest.mark.usefixtures("model")
 def test_a_model(seaweedfs: ObjectServer, bucket: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The converted weights of a file are written last, so the bytes behind them wait in a temporary file."""
-    monkeypatch.setattr(object_store, "EARLY_BYTES_MAX", 1000)
+    monkeypatch.setattr(object_writer, "EARLY_BYTES_MAX", 1000)
     zckpt.cp(tmp_path / "zckpt", f"{bucket}/zckpt")
     options: dict[str, Any] = {"config": tmp_path / "saved", "dtype": "bf16", "max_shard_size": SIZE}
     exported = zckpt.export(f"{bucket}/zckpt", f"{bucket}/model", **options)

@@ -21,7 +21,7 @@ from tests.support.patience import give_up_after
 from tests.support.runs import assert_goes_on_alike, restore_and_go_on, write_and_go_on
 from tests.support.waiting import wait_until
 from zckpt.storage import lock
-from zckpt.storage.object_store import ObjectWriter
+from zckpt.storage.object_writer import ObjectWriter
 
 if TYPE_CHECKING:
     from tests.support.cluster import Cluster, Outcome

@@ -31,7 +31,7 @@ from zckpt.errors import (
     StorageError,
     UnsupportedError,
 )
-from zckpt.storage import object_errors, object_store
+from zckpt.storage import object_errors, object_writer
 from zckpt.storage.contract import ANYTHING
 from zckpt.storage.lock import WriteLock
 from zckpt.storage.schemes import open_store
@@ -269,7 +269,7 @@ def test_a_checkpoint_at_the_top_of_a_bucket(run: str, seaweedfs: ObjectServer) 
 
 def test_a_file_of_many_parts_is_written_from_memory_that_changes(run: str, seaweedfs: ObjectServer) -> None:
     store, rest = open_store(run), 12345
-    part = bytearray(object_store.PART_BYTES)
+    part = bytearray(object_writer.PART_BYTES)
     writer = store.create("data/a", 0, direct=False)
     order = [2, 0, 3, 1, 4]
     for number in order:
@@ -289,13 +289,13 @@ def test_a_file_of_many_parts_is_written_from_memory_that_changes(run: str, seaw
 
 def test_a_file_needs_no_more_parts_than_a_server_accepts() -> None:
     writer = open_store("s3://bucket/c").create("a", 10**12, direct=False)
-    assert isinstance(writer, object_store.ObjectWriter)
+    assert isinstance(writer, object_writer.ObjectWriter)
     assert writer._part_bytes * 10_000 >= 10**12
 
 
 def test_an_upload_that_is_given_up_leaves_nothing(run: str, seaweedfs: ObjectServer) -> None:
     writer = open_store(run).create("data/a", 0, direct=False)
-    writer.write(memoryview(bytes(3 * object_store.PART_BYTES)), 0)
+    writer.write(memoryview(bytes(3 * object_writer.PART_BYTES)), 0)
     writer.close()
     assert keys(seaweedfs, run) == unfinished(seaweedfs) == []
 
@@ -350,7 +350,7 @@ def refused(match: str, hint: str, *, path: str = "s3://test-bucket/run", transi
         lambda: store.put("a", b"a"),
         lambda: store.put("a", b"a", ANYTHING),
         lambda: store.put_new("a", b"a"),
-        lambda: store.put_new("a", bytes(2 * object_store.PART_BYTES)),
+        lambda: store.put_new("a", bytes(2 * object_writer.PART_BYTES)),
         store.entries,
         lambda: store.entry(""),
         lambda: store.reader().read("a", 0, 1),

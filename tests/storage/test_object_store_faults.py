@@ -35,7 +35,7 @@ from tests.support.states import EngineOfAnAdapter, same_all, write_through
 from tests.support.waiting import wait_until
 from zckpt.errors import LockedError, StorageError, ZckptError
 from zckpt.storage import lock as lock_module
-from zckpt.storage import object_client, object_store
+from zckpt.storage import object_client, object_store, object_writer
 from zckpt.storage.contract import ANYTHING, _PutLater
 from zckpt.storage.lock import WriteLock
 from zckpt.storage.schemes import open_store
@@ -69,7 +69,7 @@ LONG = PART_BYTES // 4 + 1000
 @pytest.fixture
 def proxy(seaweedfs: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
     """Yields a proxy through which zckpt reaches SeaweedFS."""
-    monkeypatch.setattr(object_store, "PART_BYTES", PART_BYTES)
+    monkeypatch.setattr(object_writer, "PART_BYTES", PART_BYTES)
     with FaultyProxy(seaweedfs.endpoint) as proxy:
         use(seaweedfs, monkeypatch, proxy.endpoint, 30)
         yield proxy
@@ -430,7 +430,7 @@ def test_the_data_of_a_writer_that_is_taken_for_dead_stay_for_a_day(run: str, se
 
 
 def write_in_small_parts(path: str) -> None:
-    object_store.PART_BYTES = PART_BYTES
+    object_writer.PART_BYTES = PART_BYTES
     write(path, 2, 8 * LONG, overwrite=True)
 
 
@@ -494,7 +494,7 @@ def test_memory_is_bounded_by_the_budget(run: str, monkeypatch: pytest.MonkeyPat
     write(f"{run}/warm", 1, 16 * LONG, budget=budget)
     destination: Any = f"{run}/c"
     tensor = torch.arange(32 * MIB, dtype=torch.float32)
-    in_flight = (object_store.PARTS_IN_FLIGHT + 2) * object_store.PART_BYTES
+    in_flight = (object_writer.PARTS_IN_FLIGHT + 2) * object_writer.PART_BYTES
     growth = peak_growth(lambda: write_through(destination, tensor, engine=ENGINE, budget=budget))
     assert growth < budget.nbytes + in_flight + 32 * MIB
     out = {"master/w": torch.zeros(tensor.shape)}

@@ -6,15 +6,13 @@ from __future__ import annotations
 import os
 import posixpath
 import secrets
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from tempfile import TemporaryFile, gettempdir
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
-from zckpt.errors import MissingFileError, StorageError, UnsupportedError, from_os_error
+from zckpt.errors import MissingFileError, StorageError, UnsupportedError
 from zckpt.format import names
 from zckpt.format.rules import broken
 from zckpt.progress import logger
@@ -22,6 +20,7 @@ from zckpt.storage.buffers import scatter
 from zckpt.storage.contract import ANYTHING, Entry, IOCount, Store, Upload
 from zckpt.storage.object_client import CONNECT_SECONDS, TIMEOUT_SECONDS, client_of, endpoint, load_obstore
 from zckpt.storage.object_errors import NO_BUCKET, PAST_THE_END, REFUSED, Errors, without_secrets
+from zckpt.storage.object_writer import ObjectWriter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -31,12 +30,6 @@ if TYPE_CHECKING:
     from zckpt.storage.location import Location
     from zckpt.storage.object_client import Client
 
-PART_BYTES = 8 << 20
-"""The size in bytes of the parts in which a large file is uploaded, if they are not too many."""
-PARTS_MAX = 10_000
-"""The largest number of parts that S3 accepts for one file."""
-PARTS_IN_FLIGHT = 4
-"""How many parts of one file are uploaded at a time."""
 REQUESTS_IN_FLIGHT = 16
 """How many requests for data are made at a time."""
 PIECE_BYTES = 1 << 20
@@ -44,8 +37,6 @@ PIECE_BYTES = 1 << 20
 ATTEMPTS = 3
 """How many times in a row a read may be cut off before its next byte has come, and how many times a put is sent whose
 result is unknown. Each time, obstore has already sent the request again by itself."""
-EARLY_BYTES_MAX = 64 << 20
-"""The most bytes of one file that wait in memory for the bytes in front of them."""
 REMOVAL_SECONDS = 5.0
 """How long a new file waits for the removal of the file that was there before, in seconds."""
 _REMOVED = b"removed by zckpt "
@@ -120,116 +111,6 @@ class ObjectReader:
             if PAST_THE_END.search(without_secrets(error)):
                 return None
             raise
-
-
-class _Early:
-    """Keeps bytes of a file that are written before the bytes in front of them. What is more than ``EARLY_BYTES_MAX``
-    is in a temporary file."""
-
-    def __init__(self) -> None:
-        self._in_memory: dict[int, bytes] = {}
-        self._in_file: dict[int, tuple[int, int]] = {}
-        """For each offset, the place in the temporary file and the number of bytes."""
-        self._memory_bytes = 0
-        self._file: BinaryIO | None = None
-
-    def __len__(self) -> int:
-        return len(self._in_memory) + len(self._in_file)
-
-    def keep(self, offset: int, data: memoryview) -> None:
-        """Keeps the bytes that belong at the byte ``offset``. Raises StorageError, which names the directory of the
-        temporary file."""
-        if self._memory_bytes + len(data) <= EARLY_BYTES_MAX:
-            self._in_memory[offset] = bytes(data)
-            self._memory_bytes += len(data)
-            return
-        try:
-            if self._file is None:
-                self._file = TemporaryFile(buffering=0, prefix="zckpt-")  # noqa: SIM115  ``clear`` closes it.
-            place = self._file.seek(0, os.SEEK_END)
-            while len(data):
-                data = data[self._file.write(data) :]
-            self._in_file[offset] = place, self._file.tell() - place
-        except OSError as error:
-            raise from_os_error(error, "keep bytes until their upload", gettempdir()) from error
-
-    def take(self, offset: int) -> bytes | None:
-        """Returns the bytes that belong at the byte ``offset``, and forgets them. Returns None if there are none.
-        Raises StorageError."""
-        if (data := self._in_memory.pop(offset, None)) is not None:
-            self._memory_bytes -= len(data)
-            return data
-        if offset not in self._in_file:
-            return None
-        assert self._file is not None
-        place, nbytes = self._in_file.pop(offset)
-        try:
-            self._file.seek(place)
-            return self._file.read(nbytes)
-        except OSError as error:
-            raise from_os_error(error, "read bytes for their upload", gettempdir()) from error
-
-    def clear(self) -> None:
-        """Forgets all bytes, and removes the temporary file."""
-        self._in_memory.clear()
-        self._in_file.clear()
-        if self._file is not None:
-            self._file.close()
-
-
-class ObjectWriter:
-    """Uploads one new file in parts, in the order of the file. The bytes are copied once, because obstore refers to
-    them until their part is uploaded."""
-
-    sharing = None
-
-    def __init__(self, store: ObjectStore, path: str, part_bytes: int) -> None:
-        self._store, self._path, self._part_bytes = store, path, part_bytes
-        self._file: Any = None
-        self._early = _Early()
-        self._position = 0
-        self._lock = threading.Lock()
-
-    def write(self, data: Bytes | memoryview, offset: int) -> None:
-        view = memoryview(data)
-        with self._lock, self._store.errors("write", self._path, offset, offset + len(view)):
-            if offset != self._position:
-                self._early.keep(offset, view)
-                return
-            for start in range(0, len(view), PART_BYTES):
-                self._upload(bytes(view[start : start + PART_BYTES]))
-            while (early := self._early.take(self._position)) is not None:
-                self._upload(early)
-
-    def _upload(self, data: bytes) -> None:
-        if self._file is None:
-            self._file = self._store.call(
-                "open_writer", self._path, buffer_size=self._part_bytes, max_concurrency=PARTS_IN_FLIGHT
-            )
-        self._file.write(data)
-        self._position += len(data)
-
-    def sync(self) -> None:
-        assert not self._early, "every byte of the file was written"
-        with self._store.errors("write", self._path, 0, self._position):
-            self._upload(b"")
-            try:
-                self._file.close()
-            except OSError as error:
-                # If the answer to the last request is lost, it is sent again, and some servers have forgotten the
-                # upload then.
-                if "NoSuchUpload" not in str(error):
-                    raise
-                if self._store.call("head", self._path)["size"] != self._position:
-                    raise
-            self._file = None
-
-    def close(self) -> None:
-        self._early.clear()
-        if self._file is not None:
-            file, self._file = self._file, None
-            with suppress(Exception):  # The upload that stays is never shown, and is removed by gc.
-                file.__exit__(StorageError, StorageError("given up"), None)  # This is how obstore gives an upload up.
 
 
 class ObjectStore(Store):
@@ -348,7 +229,7 @@ class ObjectStore(Store):
         return bytes(result.bytes()), version
 
     def create(self, path: str, reserved_bytes: int, *, direct: bool) -> ObjectWriter:
-        return ObjectWriter(self, path, max(PART_BYTES, -(-reserved_bytes // PARTS_MAX)))
+        return ObjectWriter(self, path, reserved_bytes)
 
     def remove(self, *paths: str) -> None:
         keys = [self._key(path) for path in paths if path]
