@@ -3,8 +3,8 @@ PyTorch's distributed checkpoint (DCP) through s3fs and through s3torchconnector
 
     python bench/object_store.py [--size 512MiB] [--dir DIR] [--runs 3]
 
-The store is SeaweedFS on this machine, so it takes processors from those that are measured. rclone runs with as many
-transfers and parts at a time as zckpt has requests. At the end, a training on one core takes steps while other threads
+The store is SeaweedFS on this machine, so it takes processors from those that are measured. rclone may have 64 parts in
+flight, and zckpt 4 for each file. At the end, a training on one core takes steps while other threads
 of its process upload the state. If this program may set priorities (as root), the store of this part has the lowest
 one, because it would be on another machine.
 """
@@ -59,7 +59,7 @@ DOWNLOADS = ("rclone copy, store to local", "zckpt.cp, store to local, verified"
 PEERS = {"DCP, s3fs": "s3fs", "DCP, s3torchconnector": "s3torchconnector"}
 """The package that each way needs by which DCP reaches an object store."""
 SMALL = "small"
-"""The key of a tensor of 1 MiB."""
+"""The name of a tensor of 1 MiB."""
 STEPS = 10
 
 
@@ -192,8 +192,8 @@ def peak_mib(what: str, package: str, url: str, size: int) -> float:
 
 
 def measure_training(result: Result, path: Path, url: str, options: Options) -> None:
-    """Measures the steps after a write, with an upload of its checkpoint in the background and without. The steps of
-    each round have the same lengths otherwise."""
+    """Measures the steps after a write, with an upload of its checkpoint in the background and without. The two
+    kinds of round differ in nothing else."""
     torch.set_num_threads(1)
     engine = ReferenceEngine({"w": (options.size // 16,)}, frozen=())
     left, right = torch.randn(1500, 1500), torch.randn(1500, 1500)

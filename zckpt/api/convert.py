@@ -12,6 +12,7 @@ from zckpt.converting.hugging_face import read_hugging_face
 from zckpt.converting.to_deepspeed import to_deepspeed
 from zckpt.converting.write import write_source
 from zckpt.errors import UnsupportedError, printable
+from zckpt.listing.find import find
 from zckpt.ranks.collectives import Ranks
 from zckpt.storage.location import Location
 from zckpt.storage.schemes import open_store
@@ -114,6 +115,8 @@ def convert(
         return str(Location.of(source).absolute()), open_store(Location.of(destination).absolute())
 
     def look() -> tuple[str, str]:
+        if Location.of(origin).scheme and to == "deepspeed":
+            return formats.ZCKPT, str(find(origin).location)
         folder = formats.find_format(origin, tag if to == "zckpt" else None)
         if (folder.format == formats.ZCKPT) != (to == "deepspeed"):
             hint = "copy it with zckpt.cp (zckpt cp), or convert it with to='deepspeed' (--to deepspeed)"

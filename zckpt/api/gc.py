@@ -25,9 +25,9 @@ def gc(path: StrPath, *, dry_run: bool = False, discard: StrPath | Collection[St
     """Removes the files that dead writers have left in a run, or in one checkpoint. Call this on one rank only.
 
     These are data that no manifest names, temporary files, checkpoints that were never committed, unfinished exports
-    and conversions, and scratch files of ``zckpt.offload``. Committed checkpoints are not removed; ``zckpt.prune`` does
-    that. A checkpoint that another process is writing at this moment stays too, and so does one that only lacks its
-    manifest, because ``zckpt.repair`` can rebuild it.
+    and conversions on file systems, and scratch files of ``zckpt.offload``. Committed checkpoints are not removed;
+    ``zckpt.prune`` does that. A checkpoint that another process is writing at this moment stays too, and so does one
+    that only lacks its manifest, because ``zckpt.repair`` can rebuild it.
 
     In an object store, the data and the unfinished uploads of dead writers are removed when they are a day old, because
     a writer that was taken for dead may still commit before. Uploads are found only in S3, by the package boto3.

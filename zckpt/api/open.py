@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING
 
 from zckpt.listing.find import advised, find_and_open, open_contents
 from zckpt.reading.checkpoint import Checkpoint
-from zckpt.storage.cache import BlockCache, CachedReader, forgetting
+from zckpt.storage.cache import BlockCache, CachedReader
 from zckpt.tiers.choice import Chosen, choose
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
-    from zckpt.listing.contents import Contents
     from zckpt.storage.contract import Store
     from zckpt.storage.location import StrPath
     from zckpt.transfer.budget import Budget
@@ -37,8 +36,8 @@ def open(  # noqa: A001  like the builtin, on purpose
             ``Budget.from_environment()``.
         cache: a directory of a local disk, in which the bytes that are read are kept. All processes of this machine may
             share it, at the same time and later, and read each block of 4 MiB from the store once. It takes at most
-            half of the space that is free on its disk, and can be removed at any time. It is of use for checkpoints in
-            object stores and on web servers.
+            half of the space that its disk would have free without it, and can be removed at any time. It is of use for
+            checkpoints in object stores and on web servers. It cannot be used with several paths.
 
     Returns:
         The checkpoint. Its methods load any part of it.
@@ -52,25 +51,23 @@ def open(  # noqa: A001  like the builtin, on purpose
             complete checkpoints of the same run.
         StorageError: the operating system reports an error when it reads.
         UnsupportedError: the path is a URL, and there is no store for its scheme, or a path of Windows elsewhere.
+        ValueError: there are several paths and a cache.
     """
     if isinstance(path, (str, os.PathLike)):
         store, contents = find_and_open(path)
+    elif cache is not None:
+        raise ValueError("give either several paths, of which the nearest is the cache, or one path and a cache")
     else:
         store, contents = choose(path).opened()
     if cache is None:
         return Checkpoint(str(store.location), contents, budget, partial(advised, store))
-    use_cache(contents, cache)
-    return Checkpoint(str(store.location), contents, budget, partial(_advised_with_cache, store, contents))
-
-
-def use_cache(contents: Contents, directory: StrPath) -> None:
-    """Makes all further reads of a checkpoint use a cache in this directory. Raises StorageError."""
-    contents.reader = CachedReader(contents.reader, contents.store.location, BlockCache(directory))
+    reader = contents.reader = CachedReader(contents.reader, contents.store.location, BlockCache(cache))
+    return Checkpoint(str(store.location), contents, budget, partial(_advised_with_cache, store, reader))
 
 
 @contextmanager
-def _advised_with_cache(store: Store, contents: Contents, *left: str) -> Iterator[None]:
-    with forgetting(contents.reader), advised(store, *left):
+def _advised_with_cache(store: Store, reader: CachedReader, *left: str) -> Iterator[None]:
+    with reader.forgetting(), advised(store, *left):
         yield
 
 

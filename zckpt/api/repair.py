@@ -16,6 +16,7 @@ from zckpt.errors import (
     printable,
 )
 from zckpt.format import names
+from zckpt.listing.doubt import refuse_doubt
 from zckpt.listing.find import manifest_of, open_contents
 from zckpt.listing.leftovers import may_be_named
 from zckpt.listing.runs import names_at, not_a_checkpoint
@@ -87,7 +88,8 @@ def repair(
         RepairError: data files are missing or damaged, or they belong to several saves. The error lists everything.
         LockedError: another writer is writing to the checkpoint.
         CheckpointNotFoundError: there is no checkpoint. The error says what is there instead.
-        CheckpointExistsError: there is already a checkpoint at ``output``.
+        CheckpointExistsError: there is already a checkpoint at ``output``, or one is prepared that another machine may
+            have committed.
         VersionError: the checkpoint has another major version of the format.
         FeatureError: the checkpoint uses a feature that this version of zckpt does not know.
         UnsupportedError: a path is a URL, and there is no store for its scheme, or a path of Windows elsewhere.
@@ -103,6 +105,7 @@ def repair(
         raise CheckpointExistsError(
             "there is already a checkpoint here", file=str(target.location), hint="choose another output"
         )
+    refuse_doubt(target)
     budget = budget or Budget.from_environment()
     with WriteLock(target) as lock:
         return _repair(source, target, output is not None, accept_unverified, budget, lock.confirm)

@@ -44,7 +44,8 @@ class Cleanup:
     """Whether the call had the argument ``dry_run``, so that nothing was removed."""
     recoverable: tuple[str, ...] = ()
     """The paths of checkpoints without a manifest that were left alone because all of their data are there.
-    ``zckpt.repair`` can rebuild their manifests."""
+    ``zckpt.repair`` can rebuild their manifests. Also the paths of checkpoints that are prepared on this machine, and
+    that another machine may have committed: ``zckpt.restore`` on all machines settles these."""
     checkpoints: int = 0
     """The number of checkpoints that were found in the directory. Uncommitted checkpoints are counted too."""
     reasons: Mapping[str, str] = field(default_factory=dict)
@@ -91,6 +92,7 @@ class Cleanup:
         if self.recoverable:
             lines.append("recoverable: the manifest is lost, or was never written, and all data are there")
             lines.append("  `zckpt repair DIR` makes a checkpoint of it, `zckpt gc --discard DIR` removes it")
+            lines.append("  (if other machines have parts of it, `zckpt.restore` on all of them commits it)")
         if not self.checkpoints and not self.removed:
             lines.append("no checkpoint was found there; to clean up after one, give its directory or that of its run")
         verb = "would remove" if self.dry_run else "removed"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 from zckpt.cleaning.cleanup import Cleanup, Removed
@@ -123,24 +124,25 @@ class Work:
         that was taken for dead may commit until its data are ``OLD_SECONDS`` old."""
         if store.stops_commits or not leftovers:
             return []
-        since = store.now() - OLD_SECONDS
-
+        since = self._now(store) - OLD_SECONDS
         return [name for name in leftovers if any(entry.changed_at > since for entry in _files(store, name).values())]
+
+    def _now(self, store: Store) -> float:
+        """Returns the time of the store's clock. If nothing may be changed, returns that of this machine, because a
+        store is asked for its time by a small file."""
+        return time.time() if self.dry_run else store.now()
 
     def give_up_uploads(self, run: Store) -> None:
         """Removes the unfinished uploads of data files in and below the directory that are older than
         ``OLD_SECONDS``."""
         try:
-            uploads = [upload for upload in run.unfinished() if any(map(names.is_data_dir, upload.path.split("/")))]
-        except StorageError as error:  # to list uploads is another right than to list files
+            for upload in run.unfinished(self._now(run) - OLD_SECONDS):
+                if any(map(names.is_data_dir, upload.path.split("/"))):
+                    if not self.dry_run:
+                        run.give_up(upload)
+                    self.removed.append(Removed(str(run.location.child(upload.path)), upload.nbytes, 0, "leftover"))
+        except StorageError as error:  # To list and to end uploads are other rights than to list and to remove files.
             warn(f"unfinished uploads stay: {error}")
-            return
-        since = run.now() - OLD_SECONDS if uploads else 0.0
-        for upload in uploads:
-            if upload.begun_at < since:
-                if not self.dry_run:
-                    run.give_up(upload)
-                self.removed.append(Removed(str(run.location.child(upload.path)), upload.nbytes, 0, "leftover"))
 
     def remove(self, store: Store, entries: Sequence[str], reason: str, named: Collection[str] | None = None) -> None:
         """Removes these entries of a directory in the given order, except what is foreign in them. ``named``: the

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from zckpt.converting.deepspeed_plan import FolderPlan
 from zckpt.converting.source import values_of
-from zckpt.errors import CheckpointExistsError, ZckptError
+from zckpt.errors import CheckpointExistsError, FormatError
 from zckpt.exporting.checkpoint_source import CheckpointFiller
 from zckpt.exporting.place import Place
 from zckpt.exporting.write import write_files
@@ -113,7 +113,7 @@ def _place(run: Location, tag: str, overwrite: bool) -> Place:
 def _check_latest(run: Location) -> None:
     """Raises CheckpointExistsError if the file ``latest`` in the directory ``run`` names a checkpoint of zckpt."""
     store, tag = open_store(run), ""
-    with suppress(ZckptError), closing(store.reader()) as reader:
+    with suppress(FormatError), closing(store.reader()) as reader:
         tag = names.decode_latest(reader.read(names.LATEST, 0, LATEST_BYTES_MAX + 1), names.LATEST)
     if tag and store.entry(f"{tag}/{names.MANIFEST}") is not None:
         raise CheckpointExistsError(
@@ -124,7 +124,7 @@ def _check_latest(run: Location) -> None:
 
 def _finish(place: Place, run: Location, tag: str) -> None:
     """Puts the folder in place, and makes ``latest`` name it. Raises CheckpointExistsError, NoSpaceError and
-    StorageError. Then what was there before is still there."""
+    StorageError. After an error, what was in the directory before is unchanged."""
     store = open_store(run)
     latest = store.prepare(names.LATEST, tag.encode(), secrets.token_hex(4))
     try:

@@ -52,8 +52,8 @@ class Place(NamedTuple):
     marks: Sequence[bytes]
     """For a file, bytes that are near the beginning of every file of the same kind."""
     made: list[str]
-    """The directories that ``begin`` has made, the innermost first. In an object store, the names of the files that are
-    written after it."""
+    """What ``remove`` removes besides the temporary file or directory: the directories that ``begin`` has made, the
+    innermost first. In an object store, these are the names of the files that are written and replace nothing."""
 
     @classmethod
     def choose(
@@ -88,15 +88,16 @@ class Place(NamedTuple):
         """The name with which a file is written."""
         return Location.of(self.prepared).name
 
-    def check(self) -> None:
-        """Raises CheckpointExistsError unless something may be put here. Where something is already, ``overwrite``
-        allows to replace an earlier one of the same kind: a file that has all ``marks`` near its beginning, or, on a
-        file system, a directory that has weights and in which all files match ``patterns``."""
+    def check(self) -> bool:
+        """Returns whether something is here that will be replaced. Raises CheckpointExistsError unless something may be
+        put here. Where something is already, ``overwrite`` allows to replace an earlier one of the same kind: a file
+        that has all ``marks`` near its beginning, or, on a file system, a directory that has weights and in which all
+        files match ``patterns``."""
         path = self.path
         refuse_in_checkpoint(path)
         there = open_store(path).entry("")
         if there is None:
-            return
+            return False
         if there.is_directory != (self.patterns is not None):
             kind, this = ("a directory", "a file") if self.patterns is None else ("a file", "a directory")
             raise CheckpointExistsError(
@@ -120,7 +121,7 @@ class Place(NamedTuple):
             except OSError as error:
                 raise from_os_error(error, "list", path) from error
             if not names:
-                return
+                return True
             if foreign or not any(fnmatch(name, pattern) for name in names for pattern in _WEIGHTS):
                 if foreign:
                     why = f"the directory has files that no {self.what} has: {first_few(foreign, 5)}"
@@ -136,6 +137,7 @@ class Place(NamedTuple):
                 file=path,
                 hint="give another path, or `overwrite=True` (--overwrite) to replace it",
             )
+        return True
 
     @property
     def _is_renamed(self) -> bool:
@@ -146,8 +148,7 @@ class Place(NamedTuple):
         directory of ``store``, and removes temporary files that dead processes have left beside the place. Raises
         StorageError, and the errors of ``check``."""
         if not self._is_renamed:
-            self.check()
-            self.made.extend(names if self.patterns is not None else ())
+            self.made.extend(() if self.check() else names)
             return
         remove_left_over(os.path.dirname(self.path))
         make_directories(self.store.location.path, self.made)
@@ -163,10 +164,11 @@ class Place(NamedTuple):
             )  # fmt: skip
 
     def finish(self, then: Callable[[], None] = lambda: None) -> None:
-        """Calls ``then``, once the file or directory is in its place. On a file system, renames it to ``path`` first,
-        where it replaces an earlier one. Raises StorageError, what ``then`` raises, and the errors of ``check``,
-        because another process may have put something there meanwhile. After an error, ``path`` is as it was before,
-        once ``remove`` has been called."""
+        """Calls ``then``, once the file or directory is in its place. In an object store, it is there already. On a
+        file system, renames it to ``path`` first, where it replaces an earlier one. This raises StorageError, and the
+        errors of ``check``, because another process may have put something there meanwhile. Raises what ``then``
+        raises. After an error, ``path`` is as it was before, once ``remove`` has been called. Only a file in an object
+        store that has replaced another one stays."""
         if not self._is_renamed:
             then()
             return

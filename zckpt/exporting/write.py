@@ -55,6 +55,7 @@ def write_files(
 
     Raises StorageError, and the errors of ``filler``.
     """
+    budget = budget.serving(store)
     window_bytes = min(WINDOW_BYTES_MAX, budget.nbytes // budget.threads // 2 - 2 * PAGE_BYTES)
     staging = host_pool(window_bytes)
     writers: list[Writer] = []

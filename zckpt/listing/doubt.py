@@ -11,7 +11,7 @@ from __future__ import annotations
 from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from zckpt.errors import CheckpointNotFoundError, ZckptError
+from zckpt.errors import CheckpointExistsError, ZckptError
 from zckpt.format import manifest as manifest_format
 from zckpt.format import names
 from zckpt.format.limits import MANIFEST_BYTES_MAX
@@ -62,6 +62,17 @@ def in_doubt(checkpoint: Store) -> dict[str, Doubt]:
     return found
 
 
+def refuse_doubt(checkpoint: Store) -> None:
+    """Raises CheckpointExistsError if a prepared manifest here is in doubt. This is called before the lock is taken,
+    because to take over the lock of the dead writer removes what it has prepared. Raises StorageError."""
+    if in_doubt(checkpoint):
+        raise CheckpointExistsError(
+            "a checkpoint is prepared here that another machine may have committed", file=str(checkpoint.location),
+            hint="zckpt.restore of this checkpoint on all of its machines settles it; write elsewhere, or replace "
+            "it with overwrite=True (--overwrite)",
+        )  # fmt: skip
+
+
 def settle(checkpoint: Store, ranks: Ranks) -> None:
     """Commits what is prepared on this machine and committed on another one. Removes what is prepared if the files of
     all machines are seen and none of them has committed. All ranks call this, each with the directory of one checkpoint
@@ -93,5 +104,5 @@ def _committed(checkpoint: Store) -> list[str]:
     """Returns the save id of the manifest in a list, or an empty list if there is none that can be read."""
     try:
         return [manifest_of(checkpoint).save_id]
-    except (CheckpointNotFoundError, ZckptError):
+    except ZckptError:
         return []

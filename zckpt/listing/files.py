@@ -52,7 +52,7 @@ def files_in(store: Store, manifest: Manifest, paths: Iterable[str] | None = Non
             if listed is not None and path not in entries:
                 continue
             nbytes = entries[path].nbytes if path in entries else None
-            if nbytes is None:  # This store cannot list files, or the file is a link, which the reader may follow.
+            if nbytes is None:  # The store cannot list files, or the file is a link, which the reader may follow.
                 with suppress(FormatError):
                     nbytes = reader.size(path)
             if nbytes is not None and nbytes in may_have[path]:

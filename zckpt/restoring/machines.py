@@ -13,9 +13,10 @@ from zckpt.listing.contents import Contents, plain_root
 from zckpt.listing.doubt import settle
 from zckpt.listing.files import files_in, lengths
 from zckpt.listing.find import find_and_open
-from zckpt.listing.runs import COMPARED_MAX, decode_manifest, directories, manifest_bytes
+from zckpt.listing.runs import COMPARED_MAX, decode_manifest, directories, manifest_bytes, run_of
 from zckpt.restoring.peers import PeerReader
 from zckpt.state.machines import machines_in
+from zckpt.storage.overlay import OverlayReader
 from zckpt.storage.schemes import open_store
 
 if TYPE_CHECKING:
@@ -42,7 +43,8 @@ class Spread(NamedTuple):
     def opened(self, peers: Peers) -> tuple[Store, Contents]:
         """Returns the directory of the checkpoint, and what it holds. Files of other machines are read from their
         ranks."""
-        reader = PeerReader(peers, self.store.reader(), self.elsewhere)
+        local, remote = self.store.reader(), PeerReader(peers, self.elsewhere)
+        reader = OverlayReader([local, remote], dict.fromkeys(self.elsewhere, remote))
         return self.store, Contents(self.manifest, reader, self.store)
 
 
@@ -78,6 +80,8 @@ def find_spread(path: StrPath, ranks: Ranks) -> tuple[Spread | None, Callable[[]
     reports = ranks.share(look, "find the checkpoint")
     if not any(reports):
         return None, opened
+    for _, contents in found:
+        contents.reader.close()
     newest = max(report for report in reports if report)
     store = base.child(newest[-1])
     settle(store, ranks)
@@ -89,7 +93,16 @@ def find_spread(path: StrPath, ranks: Ranks) -> tuple[Spread | None, Callable[[]
             return manifest_bytes(reader)
 
     raw = ranks.share(give, "read the manifest")[reports.index(newest)]
-    seen = ranks.share(lambda: files_in(store, decode_manifest(store, raw)), "look for the files")
+    own: dict[str, int] = {}
+
+    def look_for_files() -> bool:
+        manifest = decode_manifest(store, raw)
+        own.update(files_in(store, manifest))
+        return own.keys() == lengths(manifest).keys()
+
+    # If all ranks see all files, their names need not be sent. There may be millions of them.
+    all_see_all = all(ranks.share(look_for_files, "look for the files"))
+    seen = ranks.share(lambda: own, "look for the files") if not all_see_all else [own] * ranks.size
 
     def arrange() -> tuple[Spread, list[str]]:
         manifest = decode_manifest(store, raw)
@@ -106,7 +119,7 @@ def find_spread(path: StrPath, ranks: Ranks) -> tuple[Spread | None, Callable[[]
 
     spread, missing = ranks.together(arrange, "look for the files")
     if missing:
-        raise _gone(store, spread.manifest, missing, _whole(base, ranks))
+        raise _gone(store, spread.manifest, missing, _whole(base if newest[-1] else run_of(base), ranks))
     return spread, opened
 
 

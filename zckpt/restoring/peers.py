@@ -83,8 +83,9 @@ class Peers:
     """The exchange of files between the ranks of ``group``. All ranks make one, and all of them end it, which waits for
     the others. In between, each rank may read what the others have. Use it as a context manager."""
 
-    def __init__(self, group: dist.ProcessGroup | None, reader: Reader | None, call: str) -> None:
-        """``reader`` reads the files that this rank has. ``call`` is the function of zckpt that all ranks call."""
+    def __init__(self, group: dist.ProcessGroup | None, reader: Reader, call: str) -> None:
+        """``reader`` reads the files that this rank has, and is closed at the end. ``call`` is the function of zckpt
+        that all ranks call."""
         self._ranks = Ranks(group, channel=FILES, call=call)
         self._reader = reader
         self._waiting: deque[_Request] = deque()
@@ -101,6 +102,7 @@ class Peers:
         with self._lock:
             self._ended = True
         self._thread.wait()
+        self._reader.close()
 
     def read(self, holder: int, path: str, views: Sequence[Bytes | memoryview], offset: int) -> int:
         """Fills ``views`` from byte ``offset`` of a file that the rank ``holder`` has. Returns the number of bytes
@@ -117,7 +119,7 @@ class Peers:
         for request in requests:
             while not request.done.wait(0.1):
                 if self._failure is not None:
-                    raise RankError(f"rank {holder}, which has the file, is lost: {self._failure}", file=path)
+                    raise RankError(f"the ranks cannot exchange files any more: {self._failure}", file=path)
             if request.error:
                 raise StorageError(f"rank {holder} cannot read it: {request.error}", file=path)
         filled = 0
@@ -181,7 +183,6 @@ class Peers:
         for one in to_send:
             nbytes, error = 0, ""
             try:
-                assert self._reader is not None, "only ranks that have files are asked"
                 nbytes = self._reader.read_into(one.path, [room[start : start + one.nbytes]], one.offset)
             except ZckptError as caught:  # the rank that has asked raises it
                 error = str(caught)
@@ -191,29 +192,25 @@ class Peers:
 
 
 class PeerReader:
-    """Reads the files of this machine from its disk, and all others from the ranks that have them."""
+    """Reads files that are not on this machine from the ranks that have them."""
 
     direct = None
 
-    def __init__(self, peers: Peers, local: Reader, elsewhere: Mapping[str, tuple[int, int]]) -> None:
-        """``elsewhere``: for each file that is not here, a rank that has it, and its size in bytes."""
+    def __init__(self, peers: Peers, elsewhere: Mapping[str, tuple[int, int]]) -> None:
+        """``elsewhere``: for each file, a rank that has it, and its size in bytes."""
         self.count = IOCount()
-        self._peers, self._local, self._elsewhere = peers, local, elsewhere
+        self._peers, self._elsewhere = peers, elsewhere
 
     def size(self, path: str) -> int:
-        return self._elsewhere[path][1] if path in self._elsewhere else self._local.size(path)
+        return self._elsewhere[path][1]
 
     def read(self, path: str, offset: int, nbytes: int) -> bytes:
-        if path not in self._elsewhere:
-            return self._local.read(path, offset, nbytes)
         room = np.empty(max(min(nbytes, self.size(path) - offset), 0), np.uint8)
         filled = self._from_peer(path, [room], offset)
         self.count.add(metadata_bytes=filled)
         return room[:filled].tobytes()
 
     def read_into(self, path: str, views: Sequence[Bytes | memoryview], offset: int) -> int:
-        if path not in self._elsewhere:
-            return self._local.read_into(path, views, offset)
         filled = self._from_peer(path, views, offset)
         self.count.add(data_bytes=filled)
         return filled
@@ -222,5 +219,4 @@ class PeerReader:
         self.count.add(reads=1)
         return self._peers.read(self._elsewhere[path][0], path, views, offset)
 
-    def close(self) -> None:
-        self._local.close()
+    def close(self) -> None: ...

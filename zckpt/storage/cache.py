@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
@@ -36,7 +37,7 @@ _DIGEST_BYTES = 16
 
 class BlockCache:
     """A directory of blocks. Each block is a file, with a digest of its bytes at its end. Together they take at most
-    half of the space that is free on the disk, or taken by them. The blocks that were not used for the longest time are
+    half of the space that the disk would have free without them. The blocks that were not used for the longest time are
     removed first."""
 
     def __init__(self, directory: StrPath) -> None:
@@ -46,8 +47,9 @@ class BlockCache:
             self._directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise from_os_error(error, "make the cache", str(directory)) from error
-        self._until_cleaning_bytes = 0
-        """How many more bytes this object puts before it looks whether there are too many."""
+        self._least_free_bytes = sys.maxsize
+        """If fewer bytes are free on the disk, the cache has too many blocks. The first ``put`` finds out the
+        number."""
 
     def files(self, path: str) -> Path:
         """Returns the directory of the blocks of the file with this URL."""
@@ -72,9 +74,10 @@ class BlockCache:
         """Returns the bytes of a block. Returns None if the block is not there or is damaged."""
         try:
             raw = np.fromfile(block, np.uint8)
-            os.utime(block)
         except OSError:
             return None
+        with suppress(OSError):  # The block may belong to another user.
+            os.utime(block)
         data, digest = raw[:-_DIGEST_BYTES], raw[-_DIGEST_BYTES:]
         return data if xxhash.xxh3_128_digest(data) == digest.tobytes() else None
 
@@ -82,10 +85,9 @@ class BlockCache:
         """Keeps a block. Does nothing if this fails, such as for lack of space."""
         part = Path(temporary(str(block)))
         try:
-            if self._until_cleaning_bytes <= 0:
-                self._clean()
-            self._until_cleaning_bytes -= len(data)
             block.parent.mkdir(parents=True, exist_ok=True)
+            if shutil.disk_usage(self._directory).free < self._least_free_bytes:
+                self._clean()
             with open(part, "wb") as file:
                 file.write(data)
                 file.write(xxhash.xxh3_128_digest(data))
@@ -96,8 +98,8 @@ class BlockCache:
                 part.unlink()
 
     def _clean(self) -> None:
-        """Removes blocks until they take a little less space than they may, and the temporary files of dead
-        processes."""
+        """Finds out how much space the blocks may take. Removes blocks until they take a little less, and the
+        temporary files of dead processes."""
         found: list[tuple[float, int, Path]] = []
         for directory in self._directory.glob("*.blocks"):
             with suppress(FileNotFoundError):
@@ -108,14 +110,14 @@ class BlockCache:
                     with suppress(FileNotFoundError):
                         status = (directory / name).stat()
                         found.append((status.st_mtime, status.st_size, directory / name))
-        taken = sum(nbytes for _, nbytes, _ in found)
-        allowed = (shutil.disk_usage(self._directory).free + taken) // 2
-        self._until_cleaning_bytes = allowed // 16
+        free = shutil.disk_usage(self._directory).free
+        self._least_free_bytes = (free + sum(nbytes for _, nbytes, _ in found)) // 2
+        wanted = self._least_free_bytes * 17 // 16 if free < self._least_free_bytes else 0
         for _, nbytes, path in sorted(found):
-            if taken <= allowed - 2 * self._until_cleaning_bytes:
+            if free >= wanted:
                 break
             path.unlink(missing_ok=True)
-            taken -= nbytes
+            free += nbytes
 
 
 class CachedReader:
@@ -146,10 +148,16 @@ class CachedReader:
     def close(self) -> None:
         self._reader.close()
 
-    def forget(self) -> None:
-        """Removes the blocks of all files that were read. They may have been damaged on their way from the store."""
-        for directory in self._used:
-            shutil.rmtree(directory, ignore_errors=True)
+    @contextmanager
+    def forgetting(self) -> Iterator[None]:
+        """Removes the blocks of all files that were read if the code in the context finds that the checkpoint is
+        damaged, because they may have been damaged on their way from the store."""
+        try:
+            yield
+        except FormatError:
+            for directory in self._used:
+                shutil.rmtree(directory, ignore_errors=True)
+            raise
 
     def _pieces(self, path: str, start: int, stop: int) -> Iterator[Bytes]:
         """Yields the bytes ``[start, stop)`` of a file piece by piece, or fewer if the file ends before."""
@@ -175,15 +183,3 @@ class CachedReader:
                     data = room[: self._reader.read_into(path, [room], start)]
                     self._cache.put(block, data)
         return data
-
-
-@contextmanager
-def forgetting(reader: Reader) -> Iterator[None]:
-    """Removes what a cache has of the files that ``reader`` reads, if the code in the context finds that the checkpoint
-    is damaged."""
-    try:
-        yield
-    except FormatError:
-        if isinstance(reader, CachedReader):
-            reader.forget()
-        raise

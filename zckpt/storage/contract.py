@@ -4,7 +4,7 @@ The contract is that of an object store, such as S3: files are put as a whole, u
 beginning of their paths. A new store is a class that derives from ``Store`` and has its abstract methods, one line in
 the table of ``zckpt.storage.schemes``, and a test class that derives from ``zckpt.testing.StoreContract``. This file
 alone defines what the methods have to do. A package outside of zckpt adds its store by
-``zckpt.storage.schemes.SCHEMES["s3"] = S3Store``, before the store is first used.
+``zckpt.storage.schemes.SCHEMES["my"] = MyStore``, before the store is first used.
 
 - Several processes on several hosts use a store at the same time. As soon as a method has returned, all of them see
   what it has done.
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 GAP_BYTES = 512 << 10
-"""``Store.gap_bytes`` of a store that has a number of ``requests_in_flight``."""
+"""The value of ``Store.gap_bytes`` in stores that set ``requests_in_flight``."""
 _COUNTING = threading.Lock()
 if hasattr(os, "register_at_fork"):  # In a forked process, nobody would release it for a thread of the parent.
     os.register_at_fork(before=_COUNTING.acquire, after_in_parent=_COUNTING.release, after_in_child=_COUNTING.release)
@@ -246,7 +246,8 @@ ANYTHING = Anything.ANYTHING
 
 Condition = bytes | None | Anything
 """What has to be at a path so that a put replaces it: a file with exactly these bytes, nothing (None), or
-``ANYTHING``. No two files that are put at one path have the same bytes, except by a heartbeat of the same lock."""
+``ANYTHING``. Files that are put under a condition have bytes of their own. There are two exceptions: the heartbeats of
+one lock, and the manifests of two copies of one checkpoint, of which it does not matter which one is there."""
 
 
 class Prepared(Protocol):
@@ -284,7 +285,7 @@ class Store(Creator, ABC):
     @property
     def gap_bytes(self) -> int:
         """The most bytes between two ranges of a file that are read and thrown away, because a further request would
-        cost more. A store that is asked over a network sends about as many before it begins to answer the next one."""
+        cost more. In the time that a further request takes, a network transfers about this many bytes."""
         return GAP_BYTES if self.requests_in_flight else 0
 
     @property
@@ -361,21 +362,22 @@ class Store(Creator, ABC):
 
     @abstractmethod
     def now(self) -> float:
-        """Returns the time of the same clock as ``Entry.changed_at``, in seconds. Something is in the directory."""
+        """Returns the time of the same clock as ``Entry.changed_at``, in seconds. zckpt calls this only if something is
+        in the directory. The store may put a small file there, and remove it again."""
 
-    # What only some object stores have. What stands here is right for all other stores.
+    # Only some object stores need these methods. The implementations below suit all other stores.
 
-    def unfinished(self) -> list[Upload]:
-        """Returns the uploads of files in and below the directory that were begun, and neither finished nor given up.
-        Some of them may be under way, and others are those of processes that have died. Nobody sees them, but they take
-        space until ``zckpt.gc`` gives up those that are old."""
+    def unfinished(self, before: float) -> list[Upload]:
+        """Returns the uploads of files in and below the directory that were begun before a time of the store's clock,
+        and neither finished nor given up. Some of them may be under way, and others are those of processes that have
+        died. Nobody sees them, but they take space until ``zckpt.gc`` gives them up."""
         return []
 
     def give_up(self, upload: Upload) -> None:
-        """Removes what the store keeps of an upload that ``unfinished`` has returned. It can not be finished then."""
+        """Removes what the store keeps of an upload that ``unfinished`` has returned. It cannot be finished then."""
         return
 
-    # What only file systems have. What stands here is right for all other stores.
+    # Only file systems need these methods. The implementations below suit all other stores.
 
     def sync_names(self, path: str) -> None:
         """Makes the names directly in the directory ``path`` durable. zckpt calls this after it has made or removed

@@ -13,8 +13,9 @@ from zckpt.storage.object_errors import hint_of, without_secrets
 
 TIMEOUT_SECONDS, CONNECT_SECONDS = 60, 10
 """How long one request may take, and how long a connection may take to be made, in seconds."""
-RETRIES, RETRY_SECONDS = 8, 120
-"""How often obstore sends a request again that has failed, and for how many seconds."""
+RETRIES, RETRY_SECONDS = 30, 120
+"""How often obstore sends a request again that has failed, and for how many seconds. The pauses are such that the time
+is over first."""
 PAUSE_SECONDS = 0.2
 """How long obstore waits before it sends a request again for the first time, in seconds. Later pauses are longer."""
 SETTINGS = ("AWS_", "GOOGLE_", "AZURE_")
@@ -50,7 +51,7 @@ class Client:
 
     bucket: Any
     """obstore's object."""
-    is_tried_out: bool = False
+    is_probed: bool = False
     """Whether the server is known to keep conditions and ranges."""
 
 

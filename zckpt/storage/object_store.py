@@ -9,7 +9,7 @@ import secrets
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from zckpt.errors import MissingFileError, StorageError, UnsupportedError
@@ -41,6 +41,8 @@ REMOVAL_SECONDS = 5.0
 """How long a new file waits for the removal of the file that was there before, in seconds."""
 _REMOVED = b"removed by zckpt "
 """How the content of a file begins that is just being removed under a condition."""
+_REMOVED_BYTES = len(_REMOVED) + 16
+"""The length of this content in bytes."""
 
 
 class ObjectReader:
@@ -87,7 +89,7 @@ class ObjectReader:
             # Not every server has ETags, and not every one obeys the header If-Match. The answer says its version.
             version = None if result is None else (result.meta["e_tag"] or result.meta["last_modified"])
             if result is None or first_version not in (None, version):
-                raise self._store.unreachable("the file was replaced while it was read", path, start, stop)
+                raise self._store.transient_error("the file was replaced while it was read", path, start, stop)
             first_version, stop = version, min(stop, result.meta["size"])
             try:
                 with self._store.errors("read", path, start, stop):
@@ -96,7 +98,7 @@ class ObjectReader:
                         start, left = start + len(piece), ATTEMPTS
                 if start >= stop:
                     return
-                raise self._store.unreachable("the answer is too short", path, start, stop)
+                raise self._store.transient_error("the answer is too short", path, start, stop)
             except StorageError as error:
                 left -= 1
                 if not error.transient or not left:
@@ -138,7 +140,7 @@ class ObjectStore(Store):
         """Returns a context manager in which every error of obstore becomes one of zckpt, which names the file."""
         return Errors(action, str(self.location.child(path)), start, stop)
 
-    def unreachable(self, message: str, path: str, start: int, stop: int) -> StorageError:
+    def transient_error(self, message: str, path: str, start: int, stop: int) -> StorageError:
         """Returns the error of a read that may succeed at the next time."""
         error = StorageError(message, file=str(self.location.child(path)), start=start, stop=stop)
         error.transient = True
@@ -184,10 +186,10 @@ class ObjectStore(Store):
             if over is ANYTHING:
                 self.call("put", path, data, use_multipart=False)
                 return True
-            _try_out(self)
+            _probe(self)
             if over is None:
                 return self.try_to_put(path, data, "create") or self._put_after_removal(path, data)
-            there = self.there(path)
+            there = self.read_version(path, len(over))
             return there is not None and there[0] == over and self.try_to_put(path, data, there[1])
 
     def try_to_put(self, path: str, data: bytes, mode: Any) -> bool:
@@ -207,26 +209,27 @@ class ObjectStore(Store):
                 if attempt == ATTEMPTS - 1 or REFUSED.search(without_secrets(error)):
                     raise
                 logger.debug("%s: %s is put again: %s", self.location, path, without_secrets(error))
-        there = self.there(path)  # What is there may be what an earlier request has put whose answer was lost.
+        there = self.read_version(path, len(data))  # An earlier request may have put it whose answer was lost.
         return there is not None and there[0] == data
 
     def _put_after_removal(self, path: str, data: bytes) -> bool:
         """Puts a file where another one is, if that one is just being removed."""
         give_up = time.monotonic() + REMOVAL_SECONDS
-        while (there := self.there(path)) is not None and there[0].startswith(_REMOVED):
+        while (there := self.read_version(path, _REMOVED_BYTES)) is not None and (there[0] or b"").startswith(_REMOVED):
             if time.monotonic() > give_up:  # The process that removes it has died.
                 return self.try_to_put(path, data, there[1])
             time.sleep(0.05)
         return there is None and self.try_to_put(path, data, "create")
 
-    def there(self, path: str) -> tuple[bytes, dict[str, Any]] | None:
-        """Returns the content of a small file and what identifies this version of it, or None if there is none."""
+    def read_version(self, path: str, bytes_max: int) -> tuple[bytes | None, dict[str, Any]] | None:
+        """Returns the content of a file and what identifies this version of it, or None if there is no file. The
+        content is None if it has more than ``bytes_max`` bytes."""
         try:
             result = self.call("get", path)
         except FileNotFoundError:
             return None
         version = {field: result.meta[field] for field in ("e_tag", "version") if result.meta[field] is not None}
-        return bytes(result.bytes()), version
+        return bytes(result.bytes()) if result.meta["size"] <= bytes_max else None, version
 
     def create(self, path: str, reserved_bytes: int, *, direct: bool) -> ObjectWriter:
         return ObjectWriter(self, path, reserved_bytes)
@@ -249,7 +252,7 @@ class ObjectStore(Store):
         # has replaced it removes it, and others wait. If the answer to the removal is lost for longer than they wait,
         # the file of another one may be removed. That writer then fails, for its lock is gone, and commits nothing.
         with self.errors("remove", path):
-            there = self.there(path)
+            there = self.read_version(path, len(data))
             mark = _REMOVED + secrets.token_hex(8).encode()
             if there is None or there[0] != data or not self.try_to_put(path, mark, there[1]):
                 return False
@@ -265,7 +268,7 @@ class ObjectStore(Store):
             finally:
                 self.remove(probe)
 
-    def unfinished(self) -> list[Upload]:
+    def unfinished(self, before: float) -> list[Upload]:
         client, above = self._uploads(), f"{self._key('')}/".lstrip("/")
         if client is None:
             return []
@@ -275,19 +278,20 @@ class ObjectStore(Store):
             uploads = []
             for upload in found:
                 key, upload_id = upload["Key"], upload["UploadId"]
-                arguments = {"Bucket": self.bucket, "Key": key, "UploadId": upload_id}
-                parts = [
-                    part for page in client.get_paginator("list_parts").paginate(**arguments)
-                    for part in page.get("Parts", ())
-                ]  # fmt: skip
-                nbytes = sum(part["Size"] for part in parts)
+                if upload["Initiated"].timestamp() >= before:
+                    continue
+                parts = client.get_paginator("list_parts").paginate(Bucket=self.bucket, Key=key, UploadId=upload_id)
+                try:
+                    nbytes = sum(part["Size"] for page in parts for part in page.get("Parts", ()))
+                except client.exceptions.NoSuchUpload:  # It has ended meanwhile.
+                    continue
                 uploads.append(Upload(key.removeprefix(above), nbytes, upload["Initiated"].timestamp(), upload_id))
         return uploads
 
     def give_up(self, upload: Upload) -> None:
         client = self._uploads()
         assert client is not None, "it has listed the upload"
-        with self.errors("give up the upload of", upload.path):
+        with self.errors("give up the upload of", upload.path), suppress(client.exceptions.NoSuchUpload):
             client.abort_multipart_upload(Bucket=self.bucket, Key=self._key(upload.path), UploadId=upload.upload_id)
 
     def _uploads(self) -> Any:
@@ -313,7 +317,7 @@ class ObjectStore(Store):
         """The name of the bucket, or that of the web server."""
         return self.location.path.partition("/")[0]
 
-    @property
+    @cached_property
     def client(self) -> Client:
         """What makes the requests."""
         return client_of(self.location.scheme, self.bucket)
@@ -364,18 +368,18 @@ def _quietly(action: Callable[[Any], object], argument: Any) -> None:
         action(argument)
 
 
-def _try_out(store: ObjectStore) -> None:
+def _probe(store: ObjectStore) -> None:
     """Raises UnsupportedError if the server of a bucket ignores conditions or ranges, as some servers do that speak the
     protocol of S3. There, two writers could replace each other's checkpoint without a word. Uses a small file, once for
     each process and bucket. Raises what obstore raises."""
     client = store.client
-    if client.is_tried_out:
+    if client.is_probed:
         return
     probe = names.temporary(names.LOCK, secrets.token_hex(4))
     ignores: list[str] = []
     try:
         store.try_to_put(probe, b"one", "create")
-        _, old = store.there(probe) or (b"", {})
+        _, old = store.read_version(probe, 0) or (None, {})
         if not old:
             ignores.append("ETag")
         elif not store.try_to_put(probe, b"two", old) or store.try_to_put(probe, b"three", old):
@@ -392,4 +396,4 @@ def _try_out(store: ObjectStore) -> None:
             file=f"{store.location.scheme}://{store.bucket}",
             hint="use a server with conditional writes, such as S3, Google Cloud Storage, Azure, MinIO or SeaweedFS",
         )
-    client.is_tried_out = True
+    client.is_probed = True

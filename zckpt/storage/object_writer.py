@@ -21,18 +21,31 @@ PARTS_MAX = 10_000
 PARTS_IN_FLIGHT = 4
 """How many parts of one file are uploaded at a time."""
 EARLY_BYTES_MAX = 64 << 20
-"""The most bytes of one file that wait in memory for the bytes in front of them."""
+"""The most bytes of this process that wait in memory for the bytes in front of them in their files."""
+_waiting_bytes = 0
+"""How many bytes wait in memory."""
+_counting = threading.Lock()
+
+
+def _count(nbytes: int) -> bool:
+    """Adds to the number of bytes that wait in memory, unless they would be more than ``EARLY_BYTES_MAX``. Returns
+    whether it has."""
+    global _waiting_bytes  # noqa: PLW0603
+    with _counting:
+        if nbytes > 0 and _waiting_bytes + nbytes > EARLY_BYTES_MAX:
+            return False
+        _waiting_bytes += nbytes
+    return True
 
 
 class _Early:
-    """Keeps bytes of a file that are written before the bytes in front of them. What is more than ``EARLY_BYTES_MAX``
-    is in a temporary file."""
+    """Keeps bytes of a file that are written before the bytes in front of them. If those of all files of this process
+    are more than ``EARLY_BYTES_MAX``, further ones are in a temporary file. One thread at a time uses an object."""
 
     def __init__(self) -> None:
         self._in_memory: dict[int, bytes] = {}
         self._in_file: dict[int, tuple[int, int]] = {}
         """For each offset, the place in the temporary file and the number of bytes."""
-        self._memory_bytes = 0
         self._file: BinaryIO | None = None
 
     def __len__(self) -> int:
@@ -41,9 +54,8 @@ class _Early:
     def keep(self, offset: int, data: memoryview) -> None:
         """Keeps the bytes that belong at the byte ``offset``. Raises StorageError, which names the directory of the
         temporary file."""
-        if self._memory_bytes + len(data) <= EARLY_BYTES_MAX:
+        if _count(len(data)):
             self._in_memory[offset] = bytes(data)
-            self._memory_bytes += len(data)
             return
         try:
             if self._file is None:
@@ -59,7 +71,7 @@ class _Early:
         """Returns the bytes that belong at the byte ``offset``, and forgets them. Returns None if there are none.
         Raises StorageError."""
         if (data := self._in_memory.pop(offset, None)) is not None:
-            self._memory_bytes -= len(data)
+            _count(-len(data))
             return data
         if offset not in self._in_file:
             return None
@@ -73,6 +85,7 @@ class _Early:
 
     def clear(self) -> None:
         """Forgets all bytes, and removes the temporary file."""
+        _count(-sum(map(len, self._in_memory.values())))
         self._in_memory.clear()
         self._in_file.clear()
         if self._file is not None:

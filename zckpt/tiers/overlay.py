@@ -10,78 +10,13 @@ from zckpt.format import names
 from zckpt.listing.contents import Contents
 from zckpt.listing.files import files_in, lengths
 from zckpt.listing.find import manifest_of
-from zckpt.storage.buffers import PAGE_BYTES
-from zckpt.storage.contract import IOCount
+from zckpt.storage.overlay import OverlayReader
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    import torch
+    from collections.abc import Sequence
 
     from zckpt.format.manifest import Manifest
-    from zckpt.storage.buffers import Bytes
-    from zckpt.storage.contract import DirectReads, Reader, Store
-
-
-class OverlayReader:
-    """Reads each file by the reader of the directory that it is in. Its count is that of all these readers."""
-
-    def __init__(self, readers: Sequence[Reader], reader_of: Mapping[str, Reader]) -> None:
-        """``reader_of``: the reader of each file, by the file's path. The first of ``readers`` reads all others."""
-        self.count = IOCount()
-        for reader in readers:
-            reader.count = self.count
-        self._readers, self._reader_of = readers, reader_of
-
-    def _reader(self, path: str) -> Reader:
-        return self._reader_of.get(path, self._readers[0])
-
-    def read(self, path: str, offset: int, nbytes: int) -> bytes:
-        return self._reader(path).read(path, offset, nbytes)
-
-    def read_into(self, path: str, views: Sequence[Bytes | memoryview], offset: int) -> int:
-        return self._reader(path).read_into(path, views, offset)
-
-    def size(self, path: str) -> int:
-        return self._reader(path).size(path)
-
-    def close(self) -> None:
-        for reader in self._readers:
-            reader.close()
-
-    # A directory whose reader has no faster reads is read by ``read_into``.
-
-    @property
-    def direct(self) -> DirectReads | None:
-        return self if any(reader.direct is not None for reader in self._readers) else None
-
-    def is_cached(self, path: str, offset: int, nbytes: int) -> bool:
-        direct = self._reader(path).direct
-        return direct is not None and direct.is_cached(path, offset, nbytes)
-
-    def read_portions(
-        self, path: str, portions: Sequence[Sequence[Bytes | memoryview]], offset: int, use: Callable[[int], None]
-    ) -> int:
-        direct = self._reader(path).direct
-        if direct is not None:
-            return direct.read_portions(path, portions, offset, use)
-        filled = self.read_into(path, [view for views in portions for view in views], offset)
-        if filled == sum(len(view) for views in portions for view in views):
-            for number in range(len(portions)):
-                use(number)
-        return filled
-
-    def alignment(self, path: str) -> tuple[int, int]:
-        direct = self._reader(path).direct
-        return (PAGE_BYTES, PAGE_BYTES) if direct is None else direct.alignment(path)
-
-    def read_direct(self, path: str, views: Sequence[Bytes | memoryview], offset: int) -> int:
-        direct = self._reader(path).direct
-        return 0 if direct is None else direct.read_direct(path, views, offset)
-
-    def read_to_device(self, path: str, target: torch.Tensor, offset: int) -> int:
-        direct = self._reader(path).direct
-        return 0 if direct is None else direct.read_to_device(path, target, offset)
+    from zckpt.storage.contract import Reader, Store
 
 
 def holds(store: Store, save_id: str) -> bool:

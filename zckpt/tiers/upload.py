@@ -120,4 +120,4 @@ class Upload:
             ranks.first(lambda: copy.commit([]), "commit the copy")
         finally:
             copy.remove()
-            target.remove("")  # An earlier try may have made the directory. It stays unless it is empty.
+            target.remove("")  # An earlier try may have made the directory. ``remove`` removes it only if it is empty.

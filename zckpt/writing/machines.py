@@ -62,7 +62,7 @@ def find_machines(store: Store, save_id: str, ranks: Ranks) -> list[tuple[int, s
         ranks.together(lambda: store.put(mark(ranks.rank), b""), "look for the other machines")
         seen = ranks.share(look, "look for the other machines")
         ranks.together(lambda: store.remove(mark(ranks.rank)), "look for the other machines")
-    except BaseException:
+    finally:
         store.remove(mark(ranks.rank))
-        raise
+        store.remove_made()  # The lock makes the directory again, and removes it if the write fails.
     return seen

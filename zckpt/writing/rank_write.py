@@ -20,7 +20,7 @@ from zckpt.format import manifest as manifest_format
 from zckpt.format import names
 from zckpt.format.digest import digest
 from zckpt.format.limits import MANIFEST_BYTES_MAX
-from zckpt.listing.doubt import in_doubt
+from zckpt.listing.doubt import refuse_doubt
 from zckpt.listing.leftovers import is_file, may_be_named, named_files, run_leftovers
 from zckpt.listing.other_formats import deepspeed_files
 from zckpt.listing.runs import latest_name, manifest_bytes, names_in
@@ -110,7 +110,8 @@ class RankWrite:
     _in_doubt: bool = field(default=False, init=False)
     """Whether another leader may have committed, so that what this one has prepared must stay."""
     _over: Condition = field(default=None, init=False)
-    """What the commit replaces: the manifest that was there when the write began, or nothing."""
+    """What the commit replaces: the manifest that was there when the write began, or nothing. It is ``ANYTHING`` if the
+    file is too long for a manifest."""
 
     def shared_bytes(self) -> int:
         """Returns how many bytes of this rank's files the store may share with existing files, which are those of an
@@ -139,13 +140,8 @@ class RankWrite:
         Raises CheckpointExistsError if there is something that may not be replaced, LockedError, and StorageError.
         """
         store, overwrite = self.store, self.options.overwrite
-        # To take over the lock of the writer that has died would already remove its prepared manifest.
-        if not overwrite and in_doubt(store):
-            raise CheckpointExistsError(
-                "a checkpoint is prepared here that another machine may have committed", file=str(store.location),
-                hint="zckpt.restore of this checkpoint on all of its machines settles it; write elsewhere, or replace "
-                "it with overwrite=True (--overwrite)",
-            )  # fmt: skip
+        if not overwrite:
+            refuse_doubt(store)
         self.lock = lock
         lock.acquire()
         foreign = deepspeed_files(names_in(store))
