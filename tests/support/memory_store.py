@@ -115,7 +115,7 @@ class MemoryStore(Store):
             self.disk[full] = File(data, time.time())
         return True
 
-    def create(self, path: str, reserved_bytes: int, *, direct: bool) -> MemoryWriter:
+    def create(self, path: str, nbytes: int, *, direct: bool, reserve: bool = True) -> MemoryWriter:
         return MemoryWriter(self, path)
 
     def remove(self, *paths: str) -> None:

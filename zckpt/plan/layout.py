@@ -87,10 +87,10 @@ class DataFilePlan:
         return Regions(source, start - len(self.header), nbytes, block)
 
     @property
-    def reserved_bytes(self) -> int:
-        """The number of bytes of disk space to reserve before the first write. It is 0 for the states of a swap file,
+    def reserves(self) -> bool:
+        """Whether the space of the file is reserved before the first write. That of the states of a swap file is not,
         because the data file may share their pages and then needs no space."""
-        return 0 if self.id.tier is Tier.NVME else self.nbytes
+        return self.id.tier is not Tier.NVME
 
 
 def plan_data_files(

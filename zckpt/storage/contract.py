@@ -228,11 +228,12 @@ class Upload(NamedTuple):
 class Creator(Protocol):
     """Makes new files."""
 
-    def create(self, path: str, reserved_bytes: int, *, direct: bool) -> Writer:
+    def create(self, path: str, nbytes: int, *, direct: bool, reserve: bool = True) -> Writer:
         """Makes a new file and returns its writer. Nobody else makes a file of this path at the same time. A store that
-        knows at once that the file exists raises StorageError. At least ``reserved_bytes`` bytes will be written, so
-        the length of the file does not depend on this number. A lack of space for them should raise an error here
-        already. ``direct`` asks that the file be written past all caches, if the store can do this."""
+        knows at once that the file exists raises StorageError. At least ``nbytes`` bytes will be written, so the length
+        of the file does not depend on this number. With ``reserve``, a lack of space for them should raise an error
+        here already. Without it, the file may share its pages with another one, and then needs no space. ``direct``
+        asks that the file be written past all caches, if the store can do this."""
 
 
 class Anything(Enum):
@@ -332,7 +333,7 @@ class Store(Creator, ABC):
     def put_new(self, path: str, data: bytes) -> None:
         """Makes a new file with these bytes, as ``create`` does. It is durable except for its name. zckpt calls this
         for the index and the digest tables."""
-        writer = self.create(path, 0, direct=False)
+        writer = self.create(path, len(data), direct=False, reserve=False)
         try:
             writer.write(memoryview(data), 0)
             writer.sync()

@@ -101,9 +101,9 @@ class LocalStore(Store):
     def free_bytes(self) -> int | None:
         return free_bytes(_existing(self._root))
 
-    def create(self, path: str, reserved_bytes: int, *, direct: bool) -> LocalWriter:
+    def create(self, path: str, nbytes: int, *, direct: bool, reserve: bool = True) -> LocalWriter:
         full = self._full(path)
-        return self._in_directory(full, lambda: LocalWriter(full, reserved_bytes, direct))
+        return self._in_directory(full, lambda: LocalWriter(full, nbytes if reserve else 0, direct))
 
     def _in_directory(self, full: str, make: Callable[[], T]) -> T:
         """Returns what ``make`` returns, which makes a new file. Makes the directory of the file if it is missing."""

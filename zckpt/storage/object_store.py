@@ -231,8 +231,8 @@ class ObjectStore(Store):
         version = {field: result.meta[field] for field in ("e_tag", "version") if result.meta[field] is not None}
         return bytes(result.bytes()) if result.meta["size"] <= bytes_max else None, version
 
-    def create(self, path: str, reserved_bytes: int, *, direct: bool) -> ObjectWriter:
-        return ObjectWriter(self, path, reserved_bytes)
+    def create(self, path: str, nbytes: int, *, direct: bool, reserve: bool = True) -> ObjectWriter:
+        return ObjectWriter(self, path, nbytes)
 
     def remove(self, *paths: str) -> None:
         keys = [self._key(path) for path in paths if path]
@@ -345,7 +345,7 @@ class WebStore(ObjectStore):
     def put(self, path: str, data: bytes, over: Condition = None) -> bool:
         raise self._refusal(path)
 
-    def create(self, path: str, reserved_bytes: int, *, direct: bool) -> ObjectWriter:
+    def create(self, path: str, nbytes: int, *, direct: bool, reserve: bool = True) -> ObjectWriter:
         raise self._refusal(path)
 
     def remove(self, *paths: str) -> None: ...

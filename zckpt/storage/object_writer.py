@@ -98,10 +98,10 @@ class ObjectWriter:
 
     sharing = None
 
-    def __init__(self, store: ObjectStore, path: str, reserved_bytes: int) -> None:
-        """``reserved_bytes``: at least so many bytes will be written."""
+    def __init__(self, store: ObjectStore, path: str, nbytes: int) -> None:
+        """``nbytes``: at least so many bytes will be written."""
         self._store, self._path = store, path
-        self._part_bytes = max(PART_BYTES, -(-reserved_bytes // PARTS_MAX))
+        self._part_bytes = max(PART_BYTES, -(-nbytes // PARTS_MAX))
         self._file: Any = None
         self._early = _Early()
         self._position = 0

@@ -141,9 +141,9 @@ class ScratchStore:
         self.files: dict[str, ScratchFile] = {}
         self._directory = directory
 
-    def create(self, path: str, reserved_bytes: int, *, direct: bool) -> LocalWriter:
+    def create(self, path: str, nbytes: int, *, direct: bool, reserve: bool = True) -> LocalWriter:
         file = self.files[path] = ScratchFile(self._directory)
-        return _ScratchWriter(file.path, reserved_bytes, direct, os.O_RDWR)
+        return _ScratchWriter(file.path, nbytes if reserve else 0, direct, os.O_RDWR)
 
 
 class _ScratchWriter(LocalWriter):

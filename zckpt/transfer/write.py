@@ -131,7 +131,8 @@ def run_writes(
         for file_plan in plan.files:
             digests = (existing or {}).get(file_plan.id.path)
             if digests is None:
-                files.append(store.create(file_plan.id.path, file_plan.reserved_bytes, direct=budget.direct))
+                path, reserve = file_plan.id.path, file_plan.reserves
+                files.append(store.create(path, file_plan.nbytes, direct=budget.direct, reserve=reserve))
                 continue
             files.append(None)
             first_byte = file_plan.first_block * DIGEST_BYTES
