@@ -150,13 +150,17 @@ class ObjectStore(Store):
         return ObjectReader(self)
 
     def entry(self, path: str) -> Entry | None:
-        if self._key(path):
-            with suppress(MissingFileError), self.errors("look at", path):
-                found = self.call("head", path)
-                return Entry(path, found["size"], found["last_modified"].timestamp())
+        if self._key(path) and (file := self._file(path)) is not None:
+            return file
         with self.errors("list", path):
             below = next(iter(self.call("list", path, chunk_size=1)), None)
         return Entry(path, None, 0.0, is_directory=True) if below else None
+
+    def _file(self, path: str) -> Entry | None:
+        with suppress(MissingFileError), self.errors("look at", path):
+            found = self.call("head", path)
+            return Entry(path, found["size"], found["last_modified"].timestamp())
+        return None
 
     def entries(self, path: str = "", *, deep: bool = False) -> list[Entry] | None:
         above = self._key(path)
@@ -333,10 +337,7 @@ class WebStore(ObjectStore):
     sizes = Store.sizes
 
     def entry(self, path: str) -> Entry | None:
-        with suppress(MissingFileError), self.errors("look at", path):
-            found = self.call("head", path)
-            return Entry(path, found["size"], found["last_modified"].timestamp())
-        return None
+        return self._file(path)
 
     def entries(self, path: str = "", *, deep: bool = False) -> list[Entry] | None:
         known = [] if deep else [self.child(path).entry(name) for name in (names.MANIFEST, names.LATEST)]
