@@ -71,7 +71,7 @@ def test_a_model(seaweedfs: ObjectServer, bucket: str, monkeypatch: pytest.Monke
     exported = zckpt.export(f"{bucket}/zckpt", f"{bucket}/model", **options)
     assert stored(seaweedfs, exported.path) == content(tmp_path / "saved")
     assert exported.path == f"{bucket}/model"
-    with pytest.raises(CheckpointExistsError, match="cannot replace a directory"):
+    with pytest.raises(CheckpointExistsError, match="only on a file system can a directory be replaced"):
         zckpt.export(f"{bucket}/zckpt", f"{bucket}/model", overwrite=True, **options)
     assert stored(seaweedfs, exported.path) == content(tmp_path / "saved")
     assert unfinished(seaweedfs) == []

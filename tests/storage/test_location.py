@@ -14,7 +14,11 @@ import torch
 import zckpt
 from tests.support.states import write_state, write_through
 from zckpt.cli import main
+from zckpt.errors import UnsupportedError
+from zckpt.storage import schemes
+from zckpt.storage.local_store import LocalStore
 from zckpt.storage.location import Location
+from zckpt.storage.schemes import open_store
 from zckpt.storage.scratch import scratch_directory
 
 if TYPE_CHECKING:
@@ -22,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @pytest.mark.parametrize(
-    "url", ["s3://bucket/run", "s3://bucket//a/../b/", "gs://b", "memory://", "My-Store+v2.0://x y"]
+    "url", ["s3://bucket/run", "s3://bucket//a/../b/", "gs://b", "memory://", "my-store+v2.0://x y"]
 )
 def test_what_is_behind_a_scheme_is_never_changed(url: str) -> None:
     location = Location.of(url)
@@ -123,3 +127,15 @@ def test_paths_of_windows(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_no_path_is_refused(given: Any, error: type[Exception]) -> None:
     with pytest.raises(error, match=r"(?i)path"):
         Location.of(given)
+
+
+def test_a_package_adds_a_store_by_an_entry_point(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    package = tmp_path / "other-1.0.dist-info"
+    package.mkdir()
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: other\nVersion: 1.0\n")
+    (package / "entry_points.txt").write_text("[zckpt.stores]\nmine = zckpt.storage.local_store:LocalStore\n")
+    with pytest.raises(UnsupportedError, match="no store for the scheme 'mine'"):
+        open_store("mine://a")
+    monkeypatch.setattr(schemes, "SCHEMES", {**schemes.SCHEMES})
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert isinstance(open_store("MINE://a"), LocalStore)

@@ -111,7 +111,7 @@ class Place(NamedTuple):
                 )  # fmt: skip
         elif not self._is_renamed:
             raise CheckpointExistsError(
-                "there are files already, and an object store cannot replace a directory in one step", file=path,
+                "there are files already, and only on a file system can a directory be replaced in one step", file=path,
                 hint="give another path, or remove these files first",
             )  # fmt: skip
         else:

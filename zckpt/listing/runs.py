@@ -249,6 +249,8 @@ def refuse_in_checkpoint(path: StrPath) -> None:
 def _checkpoint_above(path: Store, levels: int) -> Location | None:
     """Returns the nearest directory with a checkpoint among the ``levels`` directories above the path, or None."""
     for _ in range(levels):
+        if path.parent.location == path.location:
+            return None
         path = path.parent
         if path.entry(names.MANIFEST) is not None:
             return path.location

@@ -15,9 +15,10 @@ import numpy as np
 import xxhash
 from filelock import FileLock
 
-from zckpt.errors import FormatError, from_os_error
+from zckpt.errors import FormatError, UnsupportedError, from_os_error
 from zckpt.progress import logger
 from zckpt.storage.buffers import scatter
+from zckpt.storage.location import Location
 from zckpt.storage.process_names import left_over, temporary
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
     from zckpt.storage.buffers import Bytes
     from zckpt.storage.contract import Reader
-    from zckpt.storage.location import Location, StrPath
+    from zckpt.storage.location import StrPath
 
 CACHE_BLOCK_BYTES = 4 << 20
 """The size in bytes of a block. The last block of a file may be shorter."""
@@ -41,7 +42,9 @@ class BlockCache:
     removed first."""
 
     def __init__(self, directory: StrPath) -> None:
-        """Makes the directory. Raises StorageError."""
+        """Makes the directory. Raises StorageError, and UnsupportedError if it is not on a file system."""
+        if Location.of(directory).scheme:
+            raise UnsupportedError("a cache has to be on a local disk", file=str(directory), hint="give a path")
         self._directory = Path(directory).absolute()
         try:
             self._directory.mkdir(parents=True, exist_ok=True)

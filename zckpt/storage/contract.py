@@ -3,20 +3,23 @@
 The contract is that of an object store, such as S3: files are put as a whole, under conditions, and are listed by the
 beginning of their paths. A new store is a class that derives from ``Store`` and has its abstract methods, one line in
 the table of ``zckpt.storage.schemes``, and a test class that derives from ``zckpt.testing.StoreContract``. This file
-alone defines what the methods have to do. A package outside of zckpt adds its store by
-``zckpt.storage.schemes.SCHEMES["my"] = MyStore``, before the store is first used.
+alone defines what the methods have to do. A package outside of zckpt adds its store by an entry point of the group
+``zckpt.stores``, whose name is the scheme, or by ``zckpt.storage.schemes.SCHEMES["my"] = MyStore`` in each process.
 
-- Several processes on several hosts use a store at the same time. As soon as a method has returned, all of them see
-  what it has done.
+- Several processes on several hosts use a store at the same time, and several threads use one object. As soon as a
+  method has returned, all of them see what it has done.
 - Something is *durable* if it survives a loss of power.
 - There are no directories to be made: a file may be put at any path, and what is in a directory is what has a path that
   begins with its name. A store that has directories makes those that a new file needs. zckpt never gives a file the
   path of a directory.
-- Every failure raises a StorageError with ``file=str(location of the file)``. If there is no space, it is a
-  NoSpaceError. If the store could not be reached, ``transient`` of the error is true, and to try again later can help.
-  Only the methods of ``Reader`` also raise FormatErrors, which are not StorageErrors: MissingFileError (F001) if there
-  is no such file, and FormatError (F002) if the path is a link or anything else that is not a regular file.
-  ``zckpt.format.rules.broken`` makes both: ``raise broken("F001", "the file is missing", file=...)``.
+- Paths are of any characters that a file of Linux may have, except control characters.
+- Every failure raises a StorageError with ``file=str(location of the file or directory)``, which
+  ``zckpt.errors.from_os_error`` can make. If there is no space, it is a NoSpaceError. If the store could not be
+  reached, the attribute ``transient`` of the error is set to true, and to try again later can help. Only the methods of
+  ``Reader`` also raise FormatErrors, which are not StorageErrors: MissingFileError (F001) if there is no such file, and
+  FormatError (F002) if the path is a link or anything else that is not a regular file. (A store without directories may
+  raise F001 for the path of a directory.) ``zckpt.format.rules.broken`` makes both:
+  ``raise broken("F001", "the file is missing", file=...)``.
 """
 
 from __future__ import annotations
@@ -99,8 +102,9 @@ class Reader(Protocol):
         manifests, indexes, digest tables, headers, locks and the file ``latest``."""
 
     def read_into(self, path: str, views: Sequence[Bytes | memoryview], offset: int) -> int:
-        """Fills ``views`` one after the other from byte ``offset`` on. Returns the number of bytes read, which is
-        smaller than the length of the views only if the file ends before. zckpt calls this for tensor data."""
+        """Fills ``views`` one after the other from byte ``offset`` on. Each view is contiguous bytes, and may be empty.
+        Returns the number of bytes read, which is smaller than the length of the views only if the file ends before.
+        zckpt calls this for tensor data. ``zckpt.storage.buffers.scatter`` copies pieces of a file into views."""
 
     def size(self, path: str) -> int:
         """Returns the length of the file, in bytes."""
@@ -149,16 +153,17 @@ class DirectReads(Protocol):
 class Writer(Protocol):
     """Writes one new file.
 
-    Several threads write the file at the same time: each part of it once, and the parts in any order. Then ``sync`` is
-    called once, and ``close`` once. When both have returned, the file contains all that was written. Before that, other
-    processes may see no file, or a file with any part of the content. A ``close`` without ``sync`` may leave such a
-    file. Every method raises StorageError or NoSpaceError.
+    Several threads write the file at the same time: each part of it once, without gaps, and the parts in any order. A
+    part may be empty. Then ``sync`` is called once, and ``close`` once. When both have returned, the file contains all
+    that was written. Before that, other processes may see no file, or a file with any part of the content. A ``close``
+    without ``sync`` may leave such a file. Every method raises StorageError or NoSpaceError.
     """
 
     def write(self, data: Bytes | memoryview, offset: int) -> None:
-        """Writes ``data`` to the file from byte ``offset`` on. The address of ``data`` and ``offset`` have the same
-        remainder when they are divided by ``PAGE_BYTES``, so each whole page of the file is a whole page of memory. The
-        caller changes ``data`` as soon as this method has returned, so keep no reference to it."""
+        """Writes ``data``, which is contiguous bytes, to the file from byte ``offset`` on. The address of ``data`` and
+        ``offset`` have the same remainder when they are divided by ``zckpt.storage.buffers.PAGE_BYTES``, so each whole
+        page of the file is a whole page of memory. The caller changes ``data`` as soon as this method has returned, so
+        keep no reference to it."""
 
     def sync(self) -> None:
         """Makes the data durable. It is called once, after the last write has returned. After an error it is not called
@@ -201,9 +206,10 @@ class Entry(NamedTuple):
     nbytes: int | None
     """The length of the file. None if this is a directory, a link, or anything else that is not a regular file."""
     changed_at: float
-    """When the file was last written, prepared or touched, in seconds of the store's own clock, which is the same for
-    all hosts. The time may be rounded to whole seconds, like the time that ``Store.now`` returns. If the entry comes
-    from ``Store.entries``, the time may be an older one, and that of a directory means nothing."""
+    """When the file was last put, also with the bytes that it had, in seconds of the store's own clock, which is the
+    same for all hosts. For a file that ``create`` has made, this is not before its last write. The time may be rounded
+    to whole seconds, like the time that ``Store.now`` returns. If the entry comes from ``Store.entries``, the time may
+    be an older one, and that of a directory means nothing."""
     is_directory: bool = False
     links: int = 1
     """How many paths in this and other directories lead to the file. Its space is free once all of them are removed."""
@@ -228,12 +234,14 @@ class Upload(NamedTuple):
 class Creator(Protocol):
     """Makes new files."""
 
+    @abstractmethod
     def create(self, path: str, nbytes: int, *, direct: bool, reserve: bool = True) -> Writer:
-        """Makes a new file and returns its writer. Nobody else makes a file of this path at the same time. A store that
-        knows at once that the file exists raises StorageError. At least ``nbytes`` bytes will be written, so the length
-        of the file does not depend on this number. With ``reserve``, a lack of space for them should raise an error
-        here already. Without it, the file may share its pages with another one, and then needs no space. ``direct``
-        asks that the file be written past all caches, if the store can do this."""
+        """Makes a new file and returns its writer. Nobody else makes a file of this path at the same time. If there is
+        a file already, it is replaced once ``close`` has returned after ``sync``, or StorageError is raised. zckpt
+        replaces only exports and reports in this way, and on file systems none at all. At least ``nbytes`` bytes will
+        be written, so the length of the file does not depend on this number. With ``reserve``, a lack of space for them
+        should raise an error here already. Without it, the file may share its pages with another one, and then needs no
+        space. ``direct`` asks that the file be written past all caches, if the store can do this."""
 
 
 class Anything(Enum):
@@ -268,7 +276,9 @@ class Store(Creator, ABC):
     """A directory that contains checkpoints, or the directory of one checkpoint.
 
     Paths of files are relative to the directory, with ``/`` between their components. The empty path is the directory
-    itself, which need not exist. Making a ``Store`` does no I/O.
+    itself, which need not exist. A location may end in slashes, which mean nothing, and may be that of a file. Then
+    ``entry("")`` describes the file. Making a ``Store`` does no I/O, and raises nothing for a directory above the
+    topmost one that the store can have: there, nothing is found.
     """
 
     requests_in_flight: int = 0
@@ -325,10 +335,11 @@ class Store(Creator, ABC):
     @abstractmethod
     def put(self, path: str, data: bytes, over: Condition = None) -> bool:
         """Puts a file with these bytes at the path, and returns True. The file has all of them from its first instant
-        on. If ``over`` does not hold, returns False and changes nothing. If several processes call this for one path at
-        the same time, with the same ``over`` and different ``data``, one of them succeeds. If ``data`` is equal to
-        ``over``, only the time ``changed_at`` changes. A writer puts the lock of a checkpoint, and puts it again every
-        few seconds to show that it is alive."""
+        on. In a store that does not override ``prepare``, it is durable on return. If ``over`` does not hold, returns
+        False and changes nothing. If several processes call this for one path at the same time, with the same ``over``
+        and different ``data``, one of them succeeds. If ``data`` is equal to ``over``, only the time ``changed_at``
+        changes. A writer puts the lock of a checkpoint, and puts it again every few seconds to show that it is
+        alive."""
 
     def put_new(self, path: str, data: bytes) -> None:
         """Makes a new file with these bytes, as ``create`` does. It is durable except for its name. zckpt calls this
@@ -382,7 +393,7 @@ class Store(Creator, ABC):
 
     def sync_names(self, path: str) -> None:
         """Makes the names directly in the directory ``path`` durable. zckpt calls this after it has made or removed
-        files there, and always before a commit."""
+        files there, and always before a commit. In a store without this method, all names are durable at once."""
         return
 
     def remove_made(self) -> None:

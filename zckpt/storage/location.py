@@ -66,7 +66,7 @@ class Location:
                 hint=f"give a path of this system; a directory of this name is {f'./{text}'!r}",
             )
         match = _WITH_SCHEME.fullmatch(text)
-        return Location(*match.groups()) if match else Location("", text)
+        return Location(match[1].lower(), match[2]) if match else Location("", text)
 
     def __str__(self) -> str:
         return f"{self.scheme}://{self.path}" if self.scheme else self.path
@@ -78,7 +78,8 @@ class Location:
 
     @property
     def parent(self) -> Location:
-        """The directory that contains this location. The parent of the topmost directory is the directory itself."""
+        """The directory that contains this location. The parent of ``/``, and of a scheme without a path, is the
+        location itself."""
         directory = self._paths.dirname(self._without_end)
         return Location(self.scheme, directory if directory or self.scheme else os.curdir)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
 
 from zckpt.errors import UnsupportedError
@@ -19,11 +20,16 @@ SCHEMES: dict[str, Callable[[Location], Store]] = {
 }  # fmt: skip
 """The class, or another callable, that makes the store of a location, by the location's scheme. A new store adds one
 line here. If a store needs another package, it imports the package only when a store is made."""
+GROUP = "zckpt.stores"
+"""The group of entry points by which other packages add stores. The name of each entry point is a scheme."""
 
 
 def open_store(path: StrPath | Location) -> Store:
     """Returns the store of a path or location. Does no I/O. Raises UnsupportedError if the scheme is unknown."""
     location = path if isinstance(path, Location) else Location.of(path)
+    if location.scheme not in SCHEMES:
+        for store in entry_points(group=GROUP, name=location.scheme):
+            SCHEMES[location.scheme] = store.load()
     if location.scheme not in SCHEMES:
         schemes = "".join(f", or {scheme}://..." for scheme in sorted(SCHEMES) if scheme)
         raise UnsupportedError(

@@ -87,6 +87,23 @@ class StoreContract:
             assert entry is not None
             assert (entry.path, entry.nbytes, entry.is_directory) == (path, None, True)
 
+    def test_the_location_may_be_that_of_a_file_or_end_in_a_slash(self, store: Store) -> None:
+        store.put("data/a", b"content")
+        file = store.child("data/a")
+        entry = file.entry("")
+        assert entry is not None
+        assert (entry.path, entry.nbytes, entry.is_directory) == ("", 7, False)
+        assert file.entries() is None
+        with_slash = store.parent.child(f"{store.location.name}/")
+        assert read(with_slash, "data/a") == b"content"
+        assert names_in(with_slash) == ["data"]
+
+    def test_directories_above_all_others_can_be_looked_at(self, store: Store) -> None:
+        above = store
+        while above.parent.location != above.location:
+            above = above.parent
+            assert above.entry("manifest.msgpack") is None
+
     def test_what_is_put_is_read(self, store: Store) -> None:
         for nbytes in (0, 1, 4096, 300_001):
             store.put_new(f"data/new-{nbytes}", content(nbytes))
