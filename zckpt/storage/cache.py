@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import xxhash
-from filelock import FileLock
 
 from zckpt.errors import FormatError, UnsupportedError, from_os_error
 from zckpt.progress import logger
@@ -62,6 +61,8 @@ class BlockCache:
     def lock(self, block: Path) -> Iterator[None]:
         """Holds a lock, so that one process at a time reads this block from the store. If the directory cannot be
         written any more, several processes may do so."""
+        from filelock import FileLock  # Most processes have no cache.
+
         number = xxhash.xxh3_64_intdigest(os.fsencode(block)) % _LOCKS
         lock = FileLock(self._directory / f"{number}.lock", poll_interval=0.005)
         try:
