@@ -67,6 +67,9 @@ class TestSeaweedFSOften(StoreContract):
 
 @pytest.mark.cloud
 class TestMoto(StoreContract):
+    @pytest.mark.skip("moto carries out two conditional puts at the same time")
+    def test_of_many_puts_one_succeeds(self, store: Store) -> None: ...
+
     @pytest.fixture
     def store(self, moto: ObjectServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Store:
         use(moto, monkeypatch)

@@ -170,7 +170,7 @@ def export(
                 write_from_ranks(store, files, plan.sources, tensors, ranks, progress)
             else:
                 ranks.together(lambda: _write(store, files, plan, tensors, ranks, progress), "write")
-            ranks.first(lambda: _put_small(store, plan), "write")  # In an object store, they say that all is there.
+            ranks.first(lambda: place.put_small(plan.small_files), "write")
             ranks.first(place.finish, "put the export in place")
         except BaseException:
             if ranks.rank == 0:
@@ -287,8 +287,3 @@ def _write(
     files_of_this_rank = [file for file, owner in zip(files, owners, strict=True) if owner == ranks.rank]
     with reported(progress, "export", tensors.nbytes(files_of_this_rank)) as tensors.advance:
         write_files(store, files_of_this_rank, plan.sources, tensors, tensors.budget)
-
-
-def _put_small(store: Store, plan: ExportPlan) -> None:
-    for name, data in plan.small_files.items():
-        store.put_new(name, data)

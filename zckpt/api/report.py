@@ -114,7 +114,7 @@ def report(
         page = _page(directories, checkpoints, reports, values, libraries)
         place.begin([place.name])
         try:
-            place.store.put_new(place.name, page)
+            place.put_small({place.name: page})
             place.finish()
         except BaseException:
             place.remove()

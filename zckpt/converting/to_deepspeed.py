@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from zckpt.converting.deepspeed_plan import FolderPlan
 from zckpt.converting.source import values_of
-from zckpt.errors import CheckpointExistsError, FormatError
+from zckpt.errors import CheckpointExistsError, FormatError, StorageError
 from zckpt.exporting.checkpoint_source import CheckpointFiller
 from zckpt.exporting.place import Place
 from zckpt.exporting.write import write_files
@@ -112,9 +112,7 @@ def _place(run: Location, tag: str, overwrite: bool) -> Place:
 
 def _check_latest(run: Location) -> None:
     """Raises CheckpointExistsError if the file ``latest`` in the directory ``run`` names a checkpoint of zckpt."""
-    store, tag = open_store(run), ""
-    with suppress(FormatError), closing(store.reader()) as reader:
-        tag = names.decode_latest(reader.read(names.LATEST, 0, LATEST_BYTES_MAX + 1), names.LATEST)
+    store, tag = open_store(run), _named(run)
     if tag and store.entry(f"{tag}/{names.MANIFEST}") is not None:
         raise CheckpointExistsError(
             "this is a run of zckpt, whose file `latest` would be replaced", file=str(run),
@@ -122,14 +120,37 @@ def _check_latest(run: Location) -> None:
         )  # fmt: skip
 
 
+def _named(run: Location) -> str:
+    """Returns what the file ``latest`` names, or an empty text if there is none, or if it could not be one of zckpt.
+    Raises StorageError."""
+    with suppress(FormatError), closing(open_store(run).reader()) as reader:
+        return names.decode_latest(reader.read(names.LATEST, 0, LATEST_BYTES_MAX + 1), names.LATEST)
+    return ""
+
+
 def _finish(place: Place, run: Location, tag: str) -> None:
     """Puts the folder in place, and makes ``latest`` name it. Raises CheckpointExistsError, NoSpaceError and
     StorageError. After an error, what was in the directory before is unchanged."""
     store = open_store(run)
     latest = store.prepare(names.LATEST, tag.encode(), secrets.token_hex(4))
+
+    def commit() -> None:
+        try:
+            latest.commit()
+        except StorageError as error:
+            if not error.transient:
+                raise
+            # The answer of an object store may have been lost. While ``latest`` may name the folder, it has to stay.
+            made = place.made.copy()
+            place.made.clear()
+            if _named(run) == tag:
+                return
+            place.made.extend(made)
+            raise
+
     try:
         _check_latest(run)  # Another process may have written a checkpoint there in the meantime.
-        place.finish(latest.commit)
+        place.finish(commit)
     except BaseException:
         latest.discard()
         raise

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 import torch
 
-from zckpt.exporting.write import put_whole
+from zckpt.exporting.write import NewFile, put_whole
 from zckpt.plan.exchange import Messages, SlicedFiles, plan_messages
 from zckpt.plan.reshard import ElementRange
 from zckpt.plan.share import shared_out
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from zckpt.ranks.collectives import Ranks
     from zckpt.state.inventory import Fragment
     from zckpt.storage.buffers import Bytes
-    from zckpt.storage.contract import Store, Writer
+    from zckpt.storage.contract import Store
 
 SLICE_BYTES_MIN, SLICE_BYTES_MAX = 2 << 20, 16 << 20
 Sizes = TypeVar("Sizes", int, "Ints")
@@ -186,8 +186,8 @@ class _RankExport:
         writer = shares.slices.writer
         self.nbytes = sum(file.nbytes for number, file in enumerate(files) if writer[number] == ranks.rank)
         """The number of bytes that this rank writes."""
-        self._writers: dict[int, Writer] = {}
-        self._places: dict[Conversion, list[tuple[Writer, int, str]]] = {}
+        self._new_files: dict[int, NewFile] = {}
+        self._places: dict[Conversion, list[tuple[NewFile, int, str]]] = {}
         """The tensors of this rank that each conversion makes: the file, the offset in it, and the name."""
         self._room: torch.Tensor | None = None
         self._received_turn = -1
@@ -197,9 +197,12 @@ class _RankExport:
         """Creates the files that this rank writes, and allocates its memory. Raises StorageError."""
         for number, file in enumerate(self._files):
             if self._shares.slices.writer[number] == self._ranks.rank:
-                writer = self._writers[number] = self._store.create(file.name, file.nbytes, direct=self._budget.direct)
+                new_file = NewFile(self._store.create(file.name, file.nbytes, direct=self._budget.direct))
+                self._new_files[number] = new_file
+                new_file.expect(sum(file == number for file, _, _ in self._slices))
                 for conversion, made in file.conversions.items():
-                    self._places.setdefault(conversion, []).extend((writer, *place) for place in made)
+                    new_file.expect(len(made))
+                    self._places.setdefault(conversion, []).extend((new_file, *place) for place in made)
         rank, messages = self._ranks.rank, self._messages
         buffers = []
         for of_rank in (messages.source == rank, messages.target == rank):
@@ -263,7 +266,7 @@ class _RankExport:
                 values = np.frombuffer(known, np.uint8)[start - begin : stop - begin]
                 stage.numpy()[start - first : stop - first] = values
                 filled.append((start - first, stop - first))
-        self._writing = _Writing(self._writers[file], stage.numpy(), first, _joined(filled), self.advance)
+        self._writing = _Writing(self._new_files[file], stage.numpy(), first, _joined(filled), self.advance)
 
     def _unpack(self, slice_: torch.Tensor) -> list[tuple[int, int]]:
         """Copies each message that this rank has received to its place in the slice. Returns the ranges of bytes
@@ -283,8 +286,9 @@ class _RankExport:
         converted = conversion.convert(elements)
         staging = host_pool(SLICE_BYTES_MIN)
         with staging.work():
-            for writer, offset, name in self._places[conversion]:
-                put_whole(writer, offset, converted[name], self._budget, staging)
+            for new_file, offset, name in self._places[conversion]:
+                put_whole(new_file.writer, offset, converted[name], self._budget, staging)
+                new_file.done()
                 self.advance(converted[name].nbytes)
 
     def _wait(self) -> None:
@@ -293,25 +297,23 @@ class _RankExport:
             writing.wait()
 
     def finish(self) -> None:
-        """Writes the slice that this rank received in the last round, and makes the content of its files durable."""
+        """Writes the slice that this rank received in the last round. Then the content of all its files is durable."""
         self._put()
         self._wait()
-        for writer in self._writers.values():
-            writer.sync()
 
     def close(self) -> None:
         """Ends the thread that writes, and closes the files. It may be called at any time."""
         if self._writing is not None:
             stop([self._writing.worker])
-        for writer in self._writers.values():
-            writer.close()
+        for new_file in self._new_files.values():
+            new_file.close()
 
 
 class _Writing:
     """Writes parts of a slice in a thread of its own."""
 
     def __init__(
-        self, writer: Writer, data: Bytes, offset: int, parts: Sequence[tuple[int, int]], advance: Callable[[int], None]
+        self, file: NewFile, data: Bytes, offset: int, parts: Sequence[tuple[int, int]], advance: Callable[[int], None]
     ) -> None:
         """``data``: the bytes of the slice. ``offset``: the byte of the file at which the slice begins. ``parts``: the
         ranges of bytes ``[start, stop)`` of the slice that are written. ``advance``: a function that is called with the
@@ -321,8 +323,9 @@ class _Writing:
         def write() -> None:
             try:
                 for start, stop in parts:
-                    writer.write(data[start:stop], offset + start)
+                    file.writer.write(data[start:stop], offset + start)
                     advance(stop - start)
+                file.done()
             except BaseException as error:  # ``wait`` raises it again.
                 self._error = error
 

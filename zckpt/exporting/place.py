@@ -2,7 +2,7 @@
 
 On a file system, it has a temporary name until it is complete, and then gets its own name in a single step. An object
 store cannot rename: there, a file appears when its upload is complete, and the files of a directory appear one after
-the other. So only a file is ever replaced there.
+the other, while a lock in the directory keeps other processes away. So only a file is ever replaced there.
 """
 
 from __future__ import annotations
@@ -14,22 +14,26 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from zckpt.errors import CheckpointExistsError, RankError, first_few, from_os_error
+from zckpt.errors import CheckpointExistsError, RankError, ZckptError, first_few, from_os_error, warn
+from zckpt.format.names import LOCK
 from zckpt.listing.runs import refuse_in_checkpoint
 from zckpt.storage import files
 from zckpt.storage.local_store import make_directories
 from zckpt.storage.location import Location
+from zckpt.storage.lock import WriteLock
 from zckpt.storage.process_names import remove_left_over, temporary
 from zckpt.storage.schemes import open_store
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from zckpt.storage.contract import Store
     from zckpt.storage.location import StrPath
 
 _WEIGHTS = ("model.safetensors", "model-*-of-*.safetensors", "adapter_model.safetensors", "*_states.pt")
 """Patterns of the files with weights. Every directory that is written has at least one of them."""
+_CONFIGURATIONS = ("config.json", "adapter_config.json")
+"""The files without which no program takes a directory for a model."""
 TORCH_FILE = (b"PK\3\4", b"/data.pkl")
 """Bytes that are near the beginning of every file that ``torch.save`` writes."""
 _BEGINNING_BYTES = 4096
@@ -54,6 +58,8 @@ class Place(NamedTuple):
     made: list[str]
     """What ``remove`` removes besides the temporary file or directory: the directories that ``begin`` has made, the
     innermost first. In an object store, these are the names of the files that are written and replace nothing."""
+    locks: list[WriteLock]
+    """The lock of the directory in an object store, once ``begin`` has taken it."""
 
     @classmethod
     def choose(
@@ -73,7 +79,7 @@ class Place(NamedTuple):
         path = str(location)
         if os.path.islink(path):
             path = os.path.realpath(path)
-        place = cls(path, path if location.scheme else temporary(path), what, overwrite, patterns, marks, [])
+        place = cls(path, path if location.scheme else temporary(path), what, overwrite, patterns, marks, [], [])
         place.check()
         return place
 
@@ -148,10 +154,30 @@ class Place(NamedTuple):
         directory of ``store``, and removes temporary files that dead processes have left beside the place. Raises
         StorageError, and the errors of ``check``."""
         if not self._is_renamed:
-            self.made.extend(() if self.check() else names)
+            is_replaced = self.check()
+            if self.patterns is not None:
+                lock = WriteLock(self.store)
+                lock.acquire()
+                self.locks.append(lock)
+                others = [entry.path for entry in self.store.entries(deep=True) or () if entry.path != LOCK]
+                if others:
+                    raise CheckpointExistsError(
+                        f"the directory has got {first_few(others, 5)} meanwhile", file=self.path,
+                        hint="give a path that nobody else writes to",
+                    )  # fmt: skip
+            self.made.extend(() if is_replaced else names)
             return
         remove_left_over(os.path.dirname(self.path))
         make_directories(self.store.location.path, self.made)
+
+    def put_small(self, small_files: Mapping[str, bytes]) -> None:
+        """Writes small files, after all others, because they say that a directory has a whole model: the index and the
+        configuration come last. Raises LockedError if another process has taken the directory over, and
+        StorageError."""
+        for lock in self.locks:
+            lock.confirm()
+        for name in sorted(small_files, key=lambda name: (name in _CONFIGURATIONS, name.endswith(".index.json"))):
+            self.store.put_new(name, small_files[name])
 
     def check_seen(self, rank: int) -> None:
         """Raises RankError if this rank does not see the directory that ``begin`` has made on rank 0. ``rank``: the
@@ -170,7 +196,11 @@ class Place(NamedTuple):
         raises. After an error, ``path`` is as it was before, once ``remove`` has been called. Only a file in an object
         store that has replaced another one stays."""
         if not self._is_renamed:
+            for lock in self.locks:
+                lock.confirm()
             then()
+            for lock in self.locks:
+                lock.release()
             return
         self.store.sync_names("")
         self.check()
@@ -199,6 +229,12 @@ class Place(NamedTuple):
         and removes the files that were written."""
         if not self._is_renamed:
             self.store.remove(*self.made)
+            for lock in self.locks:
+                lock.release()
+            with suppress(ZckptError):
+                left = [name for name in self.made if self.store.entry(name) is not None]
+                if left:
+                    warn(f"{first_few(left, 5)} of what has failed could not be removed from {self.store.location}")
             return
         files.remove_tree(self.prepared)
         while self.made:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
@@ -14,7 +15,7 @@ from zckpt.transfer.staging import host_pool
 from zckpt.transfer.torch_dtypes import TORCH_DTYPES
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     import torch
 
@@ -58,33 +59,70 @@ def write_files(
     budget = budget.serving(store)
     window_bytes = min(WINDOW_BYTES_MAX, budget.nbytes // budget.threads // 2 - 2 * PAGE_BYTES)
     staging = host_pool(window_bytes)
-    writers: list[Writer] = []
+    new_files: list[NewFile] = []
     try:
         for file in files:
-            writers.append(store.create(file.name, file.nbytes, direct=budget.direct))
-        places: dict[Conversion, list[tuple[Writer, int, str]]] = {}
-        for writer, file in zip(writers, files, strict=True):
+            new_files.append(NewFile(store.create(file.name, file.nbytes, direct=budget.direct)))
+        places: dict[Conversion, list[tuple[NewFile, int, str]]] = {}
+        for new_file, file in zip(new_files, files, strict=True):
             for conversion, made in file.conversions.items():
-                places.setdefault(conversion, []).extend((writer, *place) for place in made)
+                new_file.expect(len(made))
+                places.setdefault(conversion, []).extend((new_file, *place) for place in made)
+
+        def tasks() -> Iterator[Callable[[], None]]:
+            for new_file, file in zip(new_files, files, strict=True):
+                new_file.expect(1)
+                for window in windows(file, window_bytes, filler.cut):
+                    new_file.expect(1)
+                    yield partial(_put, new_file, window, filler, staging)
+                yield new_file.done
+
         with staging.work():
-            budget.run(
-                partial(_put, writer, window, filler, staging)
-                for writer, file in zip(writers, files, strict=True)
-                for window in windows(file, window_bytes, filler.cut)
-            )
+            budget.run(tasks())
             elements: dict[Run, torch.Tensor] = {}
             for conversion, made_places in places.items():
                 converted = _convert(conversion, elements, sources, filler)
-                for writer, offset, name in made_places:
-                    put_whole(writer, offset, converted.pop(name), budget, staging)
+                for new_file, offset, name in made_places:
+                    put_whole(new_file.writer, offset, converted.pop(name), budget, staging)
+                    new_file.done()
                 converted.clear()  # What this rank does not write may be in the memory of the elements.
-        budget.run(writer.sync for writer in writers)
     finally:
-        for writer in writers:
-            writer.close()
+        for new_file in new_files:
+            new_file.close()
 
 
-def _put(writer: Writer, window: Window, filler: Filler, staging: StagingPool) -> None:
+class NewFile:
+    """A file that several threads write. It is made durable and closed as soon as all of it is written, because an
+    object store keeps a part of an open file in memory."""
+
+    def __init__(self, writer: Writer) -> None:
+        self.writer = writer
+        self._expected = 0
+        self._is_closed = False
+        self._lock = threading.Lock()
+
+    def expect(self, number: int) -> None:
+        """Says that so many calls of ``done`` will follow."""
+        with self._lock:
+            self._expected += number
+
+    def done(self) -> None:
+        """Says that a part is written. Raises StorageError."""
+        with self._lock:
+            self._expected -= 1
+            is_whole = not self._expected
+        if is_whole:
+            self.writer.sync()
+            self.close()
+
+    def close(self) -> None:
+        """Closes the file. It may be called several times, but not while another thread writes."""
+        if not self._is_closed:
+            self._is_closed = True
+            self.writer.close()
+
+
+def _put(new_file: NewFile, window: Window, filler: Filler, staging: StagingPool) -> None:
     with staging.lend() as stage:
         first = window.start % PAGE_BYTES  # Direct I/O needs the same offset within a page in memory and in the file.
         targets = []
@@ -96,7 +134,8 @@ def _put(writer: Writer, window: Window, filler: Filler, staging: StagingPool) -
                 target = stage.tensor[start:stop].view(TORCH_DTYPES[part.dtype])
                 targets.append((part.source, part.start, target))
         filler.fill(targets)
-        writer.write(stage.bytes[first : first + window.nbytes], window.start)
+        new_file.writer.write(stage.bytes[first : first + window.nbytes], window.start)
+    new_file.done()
 
 
 def _convert(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
 import sys
 from contextlib import contextmanager, suppress
 from itertools import count
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
 CACHE_BLOCK_BYTES = 4 << 20
 """The size in bytes of a block. The last block of a file may be shorter."""
+_LOCK_SECONDS = 10
+"""How long a process waits for another one that reads the same block, in seconds. Then it reads the block itself."""
 _LOCKS = 64
 """How many blocks are read from stores at a time, at most, by all processes that share a directory."""
 _DIGEST_BYTES = 16
@@ -55,19 +58,20 @@ class BlockCache:
 
     def files(self, path: str) -> Path:
         """Returns the directory of the blocks of the file with this URL."""
-        return self._directory / f"{xxhash.xxh3_128_hexdigest(path.encode(errors='surrogateescape'))}.blocks"
+        key = f"{CACHE_BLOCK_BYTES} {path}".encode(errors="surrogateescape")
+        return self._directory / f"{xxhash.xxh3_128_hexdigest(key)}.blocks"
 
     @contextmanager
     def lock(self, block: Path) -> Iterator[None]:
         """Holds a lock, so that one process at a time reads this block from the store. If the directory cannot be
-        written any more, several processes may do so."""
+        written, or another process holds the lock for long, several processes may do so."""
         from filelock import FileLock  # Most processes have no cache.
 
         number = xxhash.xxh3_64_intdigest(os.fsencode(block)) % _LOCKS
-        lock = FileLock(self._directory / f"{number}.lock", poll_interval=0.005)
+        lock = FileLock(self._directory / f"{number}.lock", timeout=_LOCK_SECONDS, poll_interval=0.005)
         try:
             lock.acquire()
-        except OSError as error:
+        except OSError as error:  # also that of the time limit
             logger.debug("%s is not locked: %s", block, error)
         try:
             yield
@@ -77,6 +81,9 @@ class BlockCache:
     def get(self, block: Path) -> Bytes | None:
         """Returns the bytes of a block. Returns None if the block is not there or is damaged."""
         try:
+            status = block.lstat()
+            if not stat.S_ISREG(status.st_mode) or status.st_size > CACHE_BLOCK_BYTES + _DIGEST_BYTES:
+                return None
             raw = np.fromfile(block, np.uint8)
         except OSError:
             return None
@@ -113,7 +120,8 @@ class BlockCache:
                 for name in names:
                     with suppress(FileNotFoundError):
                         status = (directory / name).stat()
-                        found.append((status.st_mtime, status.st_size, directory / name))
+                        nbytes = max(status.st_size, getattr(status, "st_blocks", 0) * 512)
+                        found.append((status.st_mtime, nbytes, directory / name))
         free = shutil.disk_usage(self._directory).free
         self._least_free_bytes = (free + sum(nbytes for _, nbytes, _ in found)) // 2
         wanted = self._least_free_bytes * 17 // 16 if free < self._least_free_bytes else 0
@@ -122,6 +130,8 @@ class BlockCache:
                 break
             path.unlink(missing_ok=True)
             free += nbytes
+            with suppress(OSError):  # It has other blocks.
+                path.parent.rmdir()
 
 
 class CachedReader:

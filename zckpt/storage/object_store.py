@@ -10,7 +10,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from zckpt.errors import MissingFileError, StorageError, UnsupportedError
 from zckpt.format import names
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 REQUESTS_IN_FLIGHT = 16
 """How many requests for data are made at a time."""
+Result = TypeVar("Result")
 PIECE_BYTES = 1 << 20
 """The smallest piece in bytes in which the answer to a read is copied to its target."""
 ATTEMPTS = 3
@@ -82,8 +83,7 @@ class ObjectReader:
         first_version, left = None, ATTEMPTS
         while left:
             self.count.add(reads=1)
-            with self._store.errors("read", path, start, stop):
-                result = self._open(path, start, stop)
+            result = _again(partial(self._open, path, start, stop))
             if result is None and first_version is None:
                 return
             # Not every server has ETags, and not every one obeys the header If-Match. The answer says its version.
@@ -106,13 +106,14 @@ class ObjectReader:
                 logger.debug("%s: continued at byte %d: %s", path, start, error)
 
     def _open(self, path: str, start: int, stop: int) -> Any:
-        """Requests bytes of a file. Returns None if the file ends before them. Raises what obstore raises."""
-        try:
-            return self._store.call("get", path, options={"range": (start, stop)})
-        except Exception as error:
-            if PAST_THE_END.search(without_secrets(error)):
-                return None
-            raise
+        """Requests bytes of a file. Returns None if the file ends before them."""
+        with self._store.errors("read", path, start, stop):
+            try:
+                return self._store.call("get", path, options={"range": (start, stop)})
+            except Exception as error:
+                if PAST_THE_END.search(without_secrets(error)):
+                    return None
+                raise
 
 
 class ObjectStore(Store):
@@ -152,9 +153,11 @@ class ObjectStore(Store):
     def entry(self, path: str) -> Entry | None:
         if self._key(path) and (file := self._file(path)) is not None:
             return file
+        return Entry(path, None, 0.0, is_directory=True) if _again(lambda: self._has_files(path)) else None
+
+    def _has_files(self, path: str) -> bool:
         with self.errors("list", path):
-            below = next(iter(self.call("list", path, chunk_size=1)), None)
-        return Entry(path, None, 0.0, is_directory=True) if below else None
+            return bool(next(iter(self.call("list", path, chunk_size=1)), None))
 
     def _file(self, path: str) -> Entry | None:
         with suppress(MissingFileError), self.errors("look at", path):
@@ -164,17 +167,20 @@ class ObjectStore(Store):
 
     def entries(self, path: str = "", *, deep: bool = False) -> list[Entry] | None:
         above = self._key(path)
-        with self.errors("list", path):
-            if deep:
-                objects, directories = [found for chunk in self.call("list", path) for found in chunk], []
-            else:
-                listed = self.call("list_with_delimiter", path)
-                objects, directories = listed["objects"], listed["common_prefixes"]
+        objects, directories = _again(lambda: self._list(path, deep=deep))
         entries = [Entry(found["path"], found["size"], found["last_modified"].timestamp()) for found in objects]
         entries += [Entry(directory, None, 0.0, is_directory=True) for directory in directories]
         above = f"{above}/" if above else ""  # Some servers list an empty directory as a file.
         below = [entry for entry in entries if entry.path.startswith(above)]
         return [entry._replace(path=entry.path.removeprefix(above)) for entry in below] or None
+
+    def _list(self, path: str, *, deep: bool) -> tuple[list[Any], list[str]]:
+        """Returns obstore's descriptions of the objects in a directory, and the names of its directories."""
+        with self.errors("list", path):
+            if deep:
+                return [found for chunk in self.call("list", path) for found in chunk], []
+            listed = self.call("list_with_delimiter", path)
+            return listed["objects"], listed["common_prefixes"]
 
     def sizes(self, paths: Sequence[str]) -> list[int]:
         above = posixpath.commonpath([posixpath.dirname(path) for path in paths]) if paths else ""
@@ -362,6 +368,18 @@ class WebStore(ObjectStore):
             "a web server can only be read", file=str(self.location.child(path)),
             hint="write to a path of a file system, or to an object store such as s3://bucket/run",
         )  # fmt: skip
+
+
+def _again(action: Callable[[], Result]) -> Result:
+    """Returns what ``action`` returns. Calls it again if it has failed in a way that may pass. Those errors after which
+    obstore has already sent the request again say so. But it does not repeat a request whose answer was cut off."""
+    for _ in range(ATTEMPTS - 1):
+        try:
+            return action()
+        except StorageError as error:
+            if not error.transient or "retries" in error.message:
+                raise
+    return action()
 
 
 def _quietly(action: Callable[[Any], object], argument: Any) -> None:

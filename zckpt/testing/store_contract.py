@@ -174,7 +174,7 @@ class StoreContract:
             pytest.skip("here, the lock and the removal of what is prepared exclude each other's commits")
         old: bytes | None = None
         for number in range(self.rounds):
-            datas = [content(500, seed) + bytes([number]) for seed in range(8)]
+            datas = [content(500, seed) + number.to_bytes(2) for seed in range(8)]
             commits = [partial(store.prepare("a", data).commit, old) for data in datas]
             results = together(partial(succeeds, commit) for commit in commits)
             assert sum(results) == 1
@@ -443,7 +443,7 @@ class StoreContract:
         old = b"dead"
         assert store.put("lock", old)
         for number in range(self.rounds):
-            datas = [content(500, seed) + bytes([number]) for seed in range(8)]
+            datas = [content(500, seed) + number.to_bytes(2) for seed in range(8)]
             results = together(partial(store.put, "lock", data, old) for data in datas)
             assert sum(results) == 1
             old = datas[results.index(True)]
