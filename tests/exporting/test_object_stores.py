@@ -11,11 +11,14 @@ import torch
 
 import zckpt
 from tests.support.buckets import keys, unfinished, use
-from tests.support.faulty_proxy import Fault, FaultyProxy
+from tests.support.faulty_proxy import LOSE_ANSWER, Fault, FaultyProxy
 from tests.support.hugging_face import content, make_hugging_face, write_both, write_model
 from tests.support.states import write_state
 from zckpt.errors import CheckpointExistsError, StorageError
+from zckpt.exporting.hugging_face import FILES
+from zckpt.exporting.place import Place
 from zckpt.storage import object_writer
+from zckpt.storage.object_writer import ObjectWriter
 from zckpt.storage.schemes import open_store
 from zckpt.testing import ReferenceEngine
 
@@ -106,6 +109,55 @@ def test_a_failure_leaves_nothing(
     assert unfinished(seaweedfs) == []
 
 
+@pytest.mark.usefixtures("model")
+def test_an_export_does_not_touch_what_another_one_has_written(
+    seaweedfs: ObjectServer, bucket: str, tmp_path: Path
+) -> None:
+    late = Place.choose(f"{bucket}/model", "export", overwrite=False, patterns=FILES)
+    options: dict[str, Any] = {"config": tmp_path / "saved", "max_shard_size": SIZE}
+    exported = zckpt.export(tmp_path / "zckpt", f"{bucket}/model", **options)
+    before = stored(seaweedfs, bucket)
+    with pytest.raises(CheckpointExistsError, match="there are files already"):
+        late.begin(exported.files)
+    late.remove()
+    assert stored(seaweedfs, bucket) == before
+    first = Place.choose(f"{bucket}/other", "export", overwrite=False, patterns=FILES)
+    second = Place.choose(f"{bucket}/other", "export", overwrite=False, patterns=FILES)
+    first.begin(exported.files)
+    with pytest.raises(CheckpointExistsError, match="there are files already"):
+        second.begin(exported.files)
+    first.remove()
+    assert stored(seaweedfs, bucket) == before
+
+
+@pytest.mark.usefixtures("model")
+def test_files_end_as_soon_as_they_are_written_and_those_that_say_so_come_last(
+    proxy: FaultyProxy, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: set[ObjectWriter] = set()
+    most, upload, close = [0], ObjectWriter._upload, ObjectWriter.close
+
+    def counted(writer: ObjectWriter, data: bytes) -> None:
+        opened.add(writer)
+        most[0] = max(most[0], len(opened))
+        upload(writer, data)
+
+    def closed(writer: ObjectWriter) -> None:
+        opened.discard(writer)
+        close(writer)
+
+    monkeypatch.setattr(ObjectWriter, "_upload", counted)
+    monkeypatch.setattr(ObjectWriter, "close", closed)
+    options: dict[str, Any] = {"max_shard_size": "8KB", "budget": zckpt.Budget(8 << 20, 2)}
+    exported = zckpt.export(tmp_path / "zckpt", f"{bucket}/plain", **options)
+    assert len(exported.files) > 2 * most[0]
+    proxy.clear()
+    zckpt.export(tmp_path / "zckpt", f"{bucket}/model", config=tmp_path / "saved", max_shard_size=SIZE)
+    names = [request.path.rpartition("/")[2] for request in proxy.requests(method="PUT")]
+    files = [name for name in names if name != "write.lock"]
+    assert files[-2:] == ["model.safetensors.index.json", "config.json"]
+
+
 def test_a_file_is_replaced_only_by_one_of_its_kind(seaweedfs: ObjectServer, bucket: str, tmp_path: Path) -> None:
     for number in range(2):
         write_state(tmp_path / f"{number}", 2, {"w": (30, 4 + number)})
@@ -143,8 +195,10 @@ def test_a_folder_of_deepspeed(
         zckpt.convert(tmp_path / "zckpt", f"{bucket}/out", to="deepspeed")
     assert stored(seaweedfs, f"{bucket}/out") == {}
     proxy.clear()
+    proxy.inject(LOSE_ANSWER, method="PUT", path="latest", times=None)
     assert zckpt.convert(tmp_path / "zckpt", f"{bucket}/out", to="deepspeed").path == f"{bucket}/out/global_step1"
     assert stored(seaweedfs, f"{bucket}/out") == expected
+    proxy.clear()
     zckpt.cp(tmp_path / "zckpt", f"{bucket}/run/global_step1")
     open_store(f"{bucket}/run").put("latest", b"global_step1\n")
     with pytest.raises(CheckpointExistsError, match="a run of zckpt"):

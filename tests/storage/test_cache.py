@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
+from contextlib import ExitStack
 from multiprocessing import get_context
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pytest
+from filelock import FileLock
 
 import zckpt
 from tests.support.buckets import use
@@ -145,6 +147,33 @@ def test_a_cache_can_be_removed_at_any_time(stored: Stored, tmp_path: Path) -> N
     shutil.rmtree(cache)
     cache.touch()  # Now nothing can be kept there.
     assert same_all(checkpoint.load(["master/*"]), first)
+
+
+def test_a_process_that_stands_still_does_not_stop_others(
+    stored: Stored, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache_module, "_LOCK_SECONDS", 0.01)
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    with ExitStack() as held:
+        for number in range(cache_module._LOCKS):
+            held.enter_context(FileLock(cache / f"{number}.lock"))
+        tensors = zckpt.open(stored.url, cache=cache).load()
+    assert same_all(tensors, zckpt.open(stored.written.path).load())
+
+
+@pytest.mark.linux
+def test_what_is_no_block_is_not_read(stored: Stored, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    tensors = zckpt.open(stored.url, cache=cache).load()
+    for block in blocks(cache):
+        block.unlink()
+        os.mkfifo(block)
+    assert same_all(zckpt.open(stored.url, cache=cache).load(), tensors)
+    with pytest.raises(zckpt.UnsupportedError, match="on a local disk"):
+        zckpt.open(stored.url, cache="s3://bucket/cache")
+    with pytest.raises(ValueError, match="the nearest is the cache"):
+        zckpt.open([stored.written.path, stored.url], cache=cache)
 
 
 def load(url: str, cache: str, barrier: Any) -> None:
