@@ -48,6 +48,13 @@ def test_a_url_that_pathlib_has_changed_is_refused() -> None:
     assert Location.of(Path("at:12/c")).path == os.path.join("at:12", "c")
 
 
+@pytest.mark.parametrize("url", ["s3:/bucket/run", "https:/host/run"])
+def test_a_url_that_lacks_a_slash_is_refused(url: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"(?s)lacks a slash.*give '{url.replace(':/', '://')}'"):
+        Location.of(url)
+    assert Location.of(f"./{url}").scheme == ""
+
+
 @pytest.mark.skipif(os.sep == "\\", reason="there, these are paths")
 @pytest.mark.parametrize("path", ["C:\\served", "c:/served/run", "\\\\host\\share", "D:\\"])
 def test_a_path_of_windows_is_refused_elsewhere_and_makes_no_directory(

@@ -6,12 +6,17 @@ import json
 import signal
 from typing import TYPE_CHECKING
 
+import pytest
+
 import zckpt
 from tests.support.endings import ended, ends, started
 from tests.support.plain_engine import everything
+from zckpt.testing import ReferenceEngine
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from tests.support.cluster import Cluster
 
 SCRIPT = """
 import json, os, sys, threading, warnings
@@ -165,3 +170,16 @@ def test_ranks_resume_from_both_places(tmp_path: Path) -> None:
     for gone in near.glob("step1/data-*/rank-00000/digests.bin"):
         gone.unlink()
     assert ends(SCRIPT + RESUMING, near, far, "resume", ranks=2) == through
+
+
+def restore_at_the_first_start(places: list[str]) -> str:
+    with pytest.raises(zckpt.CheckpointNotFoundError) as caught:
+        zckpt.restore(ReferenceEngine(), places)
+    return str(caught.value)
+
+
+def test_at_the_first_start_every_rank_finds_no_checkpoint(cluster: Cluster, tmp_path: Path) -> None:
+    places = [str(tmp_path / "near"), str(tmp_path / "far")]
+    for message in cluster.run(restore_at_the_first_start, 2, places):
+        assert "there is no checkpoint in any of these places" in message
+        assert all(place in message for place in places)

@@ -15,7 +15,15 @@ from zckpt.api.offload import bring_back_to_restore
 from zckpt.engines import adapt, group_of
 from zckpt.engines.history import history_of, note_restore
 from zckpt.engines.registered import registered
-from zckpt.errors import FormatError, MismatchError, RankError, StorageError, warn
+from zckpt.errors import (
+    CheckpointNotFoundError,
+    FormatError,
+    MismatchError,
+    RankError,
+    StorageError,
+    UnfinishedWriteError,
+    warn,
+)
 from zckpt.listing.find import advised
 from zckpt.listing.runs import whole_neighbours
 from zckpt.offloading.away import away, tensors_in_memory
@@ -241,10 +249,14 @@ def restore_engine(engine: object, path: Place, request: Request) -> tuple[Resto
                 peers = exchange.enter_context(Peers(group_of(engine), spread.store.reader(), request.caller.call))
                 opened = partial(spread.opened, peers)
         else:
-            chosen = (
-                ranks.first(lambda: choose(path), "choose the checkpoint") if not isinstance(path, Chosen) else path
-            )
-            opened = Chosen(*chosen).opened
+            said = _said(path)
+            if not isinstance(path, Chosen):
+                path = Chosen(*ranks.first(partial(_choose, path), "choose the checkpoint"))
+            if not path.save_id:  # Every rank raises it, so that a program can go on from its first step.
+                raise CheckpointNotFoundError(
+                    "there is no checkpoint in any of these places", file=said, hint=path.paths[0] or None
+                )
+            opened = path.opened
         problems, save_ids = zip(*ranks.share(prepare, "prepare the restore"), strict=True)
         (plan,) = plans
         if any(problems):
@@ -273,6 +285,17 @@ def restore_engine(engine: object, path: Place, request: Request) -> tuple[Resto
     match = plan.match
     restored = Restored(plan.client_state, by_part(match.sources), by_part(match.kept), by_part(match.unexpected))
     return restored, RankStates(plan.checkpoint, plan.rank_state)
+
+
+def _choose(places: Sequence[StrPath]) -> Chosen:
+    """Returns the checkpoint that is restored. If there is none, returns an empty save id, and a hint instead of the
+    paths. Raises the other errors of ``choose``."""
+    try:
+        return choose(places)
+    except CheckpointNotFoundError as error:
+        if error.rule or isinstance(error, UnfinishedWriteError):
+            raise
+        return Chosen("", [error.hint or ""])
 
 
 def _said(path: Place) -> str:

@@ -22,6 +22,9 @@ _WITH_SCHEME = re.compile(r"([a-z][a-z0-9+.-]+)://(.*)", re.DOTALL | re.IGNORECA
 _WITH_LOST_SLASH = re.compile(r"[a-z][a-z0-9+.-]+:[/\\]", re.IGNORECASE)
 """Matches the text that ``pathlib`` makes of a path with a scheme: one of the two slashes is missing."""
 
+_OBJECT_STORE_WITH_LOST_SLASH = re.compile(r"(s3|gs|az|https?):/(?!/)", re.IGNORECASE)
+"""Matches a URL of an object store or a web server in which one of the two slashes is missing."""
+
 _OF_WINDOWS = re.compile(r"[a-z]:[/\\]|\\\\", re.IGNORECASE)
 """Matches an absolute path of Windows, which begins with a drive or the name of a host. Elsewhere, it would be the name
 of a directory in the working directory."""
@@ -54,6 +57,11 @@ class Location:
             raise UnsupportedError(
                 f"{text!r} looks like a URL, of which pathlib has taken a slash away",
                 hint="give a URL, or a directory of that name, as a string",
+            )
+        if _OBJECT_STORE_WITH_LOST_SLASH.match(text):
+            raise UnsupportedError(
+                f"{text!r} looks like a URL that lacks a slash",
+                hint=f"give {text.replace(':/', '://', 1)!r}; a directory of this name is {f'./{text}'!r}",
             )
         if text == "~" or text.startswith("~/"):
             raise UnsupportedError(

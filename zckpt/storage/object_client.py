@@ -93,6 +93,8 @@ def _s3_options() -> dict[str, Any]:
     credentials of a profile, as ``aws sso login`` makes them, are found by boto3, if it is installed."""
     url, options = endpoint(), dict[str, Any]()
     if url:
+        if not url.startswith(("http://", "https://")):
+            raise ValueError(f"AWS_ENDPOINT_URL has to begin with http:// or https://, and it is {url!r}")
         options["endpoint"] = url
         options["config"] = {"allow_http": url.startswith("http://")}
     if os.environ.get("AWS_ACCESS_KEY_ID") or os.environ.get("AWS_SKIP_SIGNATURE"):
