@@ -92,7 +92,7 @@ def test_the_topmost_location_is_its_own_parent() -> None:
 
 
 @pytest.mark.parametrize(
-    "path", ["run", "run/c", "../run/c", "/run/c", ".", "./C:/run", "a:b", "a\\b", "./x:\\y", "s3:/bucket", "é\n"]
+    "path", ["run", "run/c", "../run/c", "/run/c", ".", "./C:/run", "a:b", "a\\b", "./x:\\y", "./s3:/bucket", "é\n"]
 )
 def test_a_path_of_a_file_system_is_what_the_system_makes_of_it(path: str) -> None:
     location = Location.of(path)
