@@ -29,8 +29,24 @@ from zckpt.system import linux
 from zckpt.writing.rank_write import RankWrite
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
+
+
+@pytest.fixture(autouse=True)
+def _released(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Releases the locks that a test has taken, because they would go on writing in other tests."""
+    taken: list[WriteLock] = []
+    acquire = WriteLock.acquire
+
+    def acquire_and_note(lock: WriteLock) -> None:
+        taken.append(lock)
+        acquire(lock)
+
+    monkeypatch.setattr(WriteLock, "acquire", acquire_and_note)
+    yield
+    for lock in taken:
+        lock.release()
 
 
 def held(path: Path) -> list[float]:
@@ -194,7 +210,8 @@ def test_a_process_that_stands_still_is_taken_for_dead_after_a_while(tmp_path: P
         with pytest.raises(LockedError):
             WriteLock(open_store(tmp_path)).acquire()
         os.utime(tmp_path / "write.lock", (time.time() - DEAD_SECONDS - 1,) * 2)
-        WriteLock(open_store(tmp_path)).acquire()
+        with WriteLock(open_store(tmp_path)):
+            pass
 
 
 def test_the_holder_gives_signs_of_life(tmp_path: Path) -> None:
