@@ -146,7 +146,8 @@ def requests_of(proxy: FaultyProxy, action: Callable[[], object]) -> int:
 def test_a_fault_at_each_request_of_a_write(
     run: str, proxy: FaultyProxy, seaweedfs: ObjectServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One failed request is sent again, so every write succeeds."""
+    """One failed request is sent again, so every write succeeds. Only the requests that begin and end an upload are not
+    sent again if their answer is cut off. Then the write raises an error that says that trying again can help."""
     use(seaweedfs, monkeypatch, proxy.endpoint, TIMEOUT_SECONDS)
     path = f"{run}/c"
     write(path, 0, LONG)
@@ -154,8 +155,13 @@ def test_a_fault_at_each_request_of_a_write(
     assert count > 20
     for number, (request, name) in enumerate(cases(count), 1):
         at_request(proxy, request, FAULTS[name])
-        write(path, number, LONG, overwrite=True)
+        error = outcome(partial(write, path, number, LONG, overwrite=True))
         proxy.clear()
+        if error is not None:
+            assert name == "truncated body"
+            assert isinstance(error, StorageError)
+            assert error.transient
+            write(path, number, LONG, overwrite=True)
         assert held(path) == [number]
     check_that_only_whole_checkpoints_are_left(seaweedfs, run, number)
 
