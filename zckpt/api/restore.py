@@ -249,13 +249,13 @@ def restore_engine(engine: object, path: Place, request: Request) -> tuple[Resto
                 peers = exchange.enter_context(Peers(group_of(engine), spread.store.reader(), request.caller.call))
                 opened = partial(spread.opened, peers)
         else:
-            said = _said(path)
             if not isinstance(path, Chosen):
-                path = Chosen(*ranks.first(partial(_choose, path), "choose the checkpoint"))
-            if not path.save_id:  # Every rank raises it, so that a program can go on from its first step.
-                raise CheckpointNotFoundError(
-                    "there is no checkpoint in any of these places", file=said, hint=path.paths[0] or None
-                )
+                found = ranks.first(partial(_choose, path), "choose the checkpoint")
+                if isinstance(found, str):  # Every rank raises this error, so a program can go on from its first step.
+                    raise CheckpointNotFoundError(
+                        "there is no checkpoint in any of these places", file=_said(path), hint=found or None
+                    )
+                path = Chosen(*found)
             opened = path.opened
         problems, save_ids = zip(*ranks.share(prepare, "prepare the restore"), strict=True)
         (plan,) = plans
@@ -287,15 +287,15 @@ def restore_engine(engine: object, path: Place, request: Request) -> tuple[Resto
     return restored, RankStates(plan.checkpoint, plan.rank_state)
 
 
-def _choose(places: Sequence[StrPath]) -> Chosen:
-    """Returns the checkpoint that is restored. If there is none, returns an empty save id, and a hint instead of the
-    paths. Raises the other errors of ``choose``."""
+def _choose(places: Sequence[StrPath]) -> Chosen | str:
+    """Returns the checkpoint that is restored. If there is none, returns the hint of the error, which may be empty.
+    Raises the other errors of ``choose``."""
     try:
         return choose(places)
     except CheckpointNotFoundError as error:
         if error.rule or isinstance(error, UnfinishedWriteError):
             raise
-        return Chosen("", [error.hint or ""])
+        return error.hint or ""
 
 
 def _said(path: Place) -> str:

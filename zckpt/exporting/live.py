@@ -7,6 +7,7 @@ memory.
 
 from __future__ import annotations
 
+from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
@@ -195,11 +196,12 @@ class _RankExport:
 
     def begin(self) -> None:
         """Creates the files that this rank writes, and allocates its memory. Raises StorageError."""
+        slices = Counter(number for number, _, _ in self._slices)
         for number, file in enumerate(self._files):
             if self._shares.slices.writer[number] == self._ranks.rank:
                 new_file = NewFile(self._store.create(file.name, file.nbytes, direct=self._budget.direct))
                 self._new_files[number] = new_file
-                new_file.expect(sum(file == number for file, _, _ in self._slices))
+                new_file.expect(slices[number])
                 for conversion, made in file.conversions.items():
                     new_file.expect(len(made))
                     self._places.setdefault(conversion, []).extend((new_file, *place) for place in made)
