@@ -118,10 +118,11 @@ def test_a_machine_that_is_gone_is_named(cluster: Cluster, tmp_path: Path) -> No
     cluster.run(on_disks, 2, ["a", "b"], str(tmp_path), write_twice, "disk://run")
     (data,) = (tmp_path / "b" / "run" / "newer").glob("data-*")
     shutil.rmtree(data)
-    for message in cluster.run(on_disks, 2, ["a", "b"], str(tmp_path), failing_restore, "disk://run"):
-        assert "with ranks 1" in message
-        assert "F001" in message
-        assert "whole, newest first: older" in message
+    for path in ("disk://run", "disk://run/newer"):
+        for message in cluster.run(on_disks, 2, ["a", "b"], str(tmp_path), failing_restore, path):
+            assert "with ranks 1" in message
+            assert "F001" in message
+            assert "whole, newest first: older" in message
 
 
 def failing_write(path: str, fails_on: int) -> str:
@@ -177,6 +178,8 @@ def test_what_no_machine_has_committed_is_settled_only_when_all_machines_are_the
     assert len(list(tmp_path.rglob("manifest.msgpack.*.tmp"))) == 2
     with pytest.raises(zckpt.CheckpointExistsError, match="another machine may have committed"), own_disk(f"{run}/a"):
         zckpt.write(ReferenceEngine(), "disk://run/c")
+    with pytest.raises(zckpt.CheckpointExistsError, match="another machine may have committed"):
+        zckpt.repair(tmp_path / "a" / "run" / "c")
     assert len(list(tmp_path.rglob("manifest.msgpack.*.tmp"))) == 2
     assert cluster.run(on_disks, 2, ["a", "b"], run, write_again, "disk://run/c") == [0, 0]
     assert not list(tmp_path.rglob("*.tmp"))

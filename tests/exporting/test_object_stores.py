@@ -201,5 +201,14 @@ def test_a_folder_of_deepspeed(
     proxy.clear()
     zckpt.cp(tmp_path / "zckpt", f"{bucket}/run/global_step1")
     open_store(f"{bucket}/run").put("latest", b"global_step1\n")
+    zckpt.convert(f"{bucket}/run", tmp_path / "from a URL", to="deepspeed")
+    written = (tmp_path / "from a URL").rglob("*.pt")
+    assert {file.name: file.read_bytes() for file in written} == {
+        file.name: file.read_bytes() for file in (tmp_path / "out").rglob("*.pt")
+    }
+    proxy.inject(FORBIDDEN, method="GET", path="latest", times=None)
+    with pytest.raises(StorageError):
+        zckpt.convert(tmp_path / "zckpt", f"{bucket}/run", to="deepspeed", tag="other")
+    proxy.clear()
     with pytest.raises(CheckpointExistsError, match="a run of zckpt"):
         zckpt.convert(tmp_path / "zckpt", f"{bucket}/run", to="deepspeed", tag="other")

@@ -14,7 +14,7 @@ import torch
 
 import zckpt
 from tests.support.faults import Fault, faulty
-from tests.support.machine_ranks import meanwhile, outcomes_on, values_on
+from tests.support.machine_ranks import assert_told, cut_until_told, meanwhile, outcomes_on, values_on
 from tests.support.models import make_engine, train
 from tests.support.patience import give_up_after
 from tests.support.runs import assert_goes_on_alike, restore_and_go_on, write_and_go_on
@@ -24,7 +24,7 @@ from zckpt.storage.lock import DEAD_SECONDS
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tests.support.cluster import Cluster, Outcome
+    from tests.support.cluster import Cluster
     from tests.support.machines import Machine, Machines
 
 GIVE_UP_SECONDS = 8
@@ -95,17 +95,6 @@ def write_again(run: str) -> None:
     zckpt.write(engine, f"{run}/new")
 
 
-def assert_told(outcomes: list[Outcome], who: int) -> None:
-    """Checks that every other rank was told in time that rank ``who`` is gone."""
-    for outcome in outcomes:
-        if outcome.rank != who:
-            assert not outcome.failed, outcome
-            kind, message, named, seconds = outcome.value
-            assert (kind, named) == ("RankError", who), message
-            assert f"rank {who} has shown no sign of life for {GIVE_UP_SECONDS} s" in message
-            assert seconds < TOLD_SECONDS
-
-
 def assert_old_is_whole(run: Path) -> None:
     assert zckpt.open(run).step == 1
     assert zckpt.validate(run).ok
@@ -123,15 +112,9 @@ def assert_both_are_whole(run: Path) -> None:
 def test_ranks_are_told_of_a_cut_link(machines: Machines, files: Machine, cluster: Cluster, who: int) -> None:
     node, marks, run = machines.nodes[who], machines.directory, f"{files.common}/run"
 
-    def cut_for_a_while() -> None:
-        node.cut()
-        (marks / "disturbed").touch()
-        wait_until(lambda: all((marks / f"told-{rank}").exists() for rank in {0, 1, 2} - {who}))
-        node.mend()
-
-    with meanwhile((marks / "in-the-middle").exists, cut_for_a_while):
+    with cut_until_told(node, marks, {0, 1, 2} - {who}):
         outcomes = outcomes_on(cluster, machines.nodes, write_and_be_disturbed, run, str(marks), who)
-    assert_told(outcomes, who)
+    assert_told(outcomes, who, TOLD_SECONDS)
     assert outcomes[who].value[0] in ("RankError", "StorageError"), outcomes[who]
     assert_old_is_whole(files.exported / "run")
     values_on(cluster, machines.nodes, write_again, run)
@@ -152,7 +135,7 @@ def test_ranks_are_told_of_a_killed_machine(
 
     with meanwhile((marks / "in-the-middle").exists, kill):
         outcomes = outcomes_on(cluster, machines.nodes, write_and_be_disturbed, run, str(marks), who)
-    assert_told(outcomes, who)
+    assert_told(outcomes, who, TOLD_SECONDS)
     assert outcomes[who].signal == signal.SIGKILL
     assert_old_is_whole(files.exported / "run")
     assert new.exists() == (who == 0)

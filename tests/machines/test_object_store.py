@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 
 import zckpt
-from tests.support.machine_ranks import meanwhile, outcomes_on, values_on
+from tests.support.machine_ranks import assert_told, cut_until_told, meanwhile, outcomes_on, values_on
 from tests.support.models import make_engine, train
 from tests.support.object_servers import ObjectServer, program
 from tests.support.patience import give_up_after
@@ -24,7 +24,7 @@ from zckpt.storage import lock
 from zckpt.storage.object_writer import ObjectWriter
 
 if TYPE_CHECKING:
-    from tests.support.cluster import Cluster, Outcome
+    from tests.support.cluster import Cluster
     from tests.support.machines import Machines
 
 SETUP: dict[str, Any] = {"stage": 2}
@@ -93,16 +93,6 @@ def write_and_be_disturbed(run: str, marks: str, who: int) -> tuple[str, str, in
     return None
 
 
-def assert_told(outcomes: list[Outcome], who: int) -> None:
-    """Checks that every other rank was told in time that rank ``who`` is gone."""
-    for outcome in outcomes:
-        if outcome.rank != who:
-            assert not outcome.failed, outcome
-            kind, message, named, seconds = outcome.value
-            assert (kind, named) == ("RankError", who), message
-            assert seconds < TOLD_SECONDS
-
-
 def write_again(run: str) -> tuple[int, bool]:
     engine = make_engine(**SETUP, seed=1)
     zckpt.restore(engine, run)
@@ -117,16 +107,10 @@ def write_again(run: str) -> tuple[int, bool]:
 def test_ranks_are_told_of_a_cut_link(machines: Machines, server: ObjectServer, cluster: Cluster, who: int) -> None:
     node, marks, run = machines.nodes[who], machines.directory, f"s3://{server.bucket}/run"
 
-    def cut_for_a_while() -> None:
-        node.cut()
-        (marks / "disturbed").touch()
-        wait_until(lambda: all((marks / f"told-{rank}").exists() for rank in {0, 1, 2} - {who}))
-        node.mend()
-
     arguments = server.environment(), write_and_be_disturbed, run, str(marks), who
-    with meanwhile((marks / "in-the-middle").exists, cut_for_a_while):
+    with cut_until_told(node, marks, {0, 1, 2} - {who}):
         outcomes = outcomes_on(cluster, machines.nodes, call, *arguments)
-    assert_told(outcomes, who)
+    assert_told(outcomes, who, TOLD_SECONDS)
     assert outcomes[who].value[0] in ("RankError", "StorageError"), outcomes[who]
     values = values_on(cluster, machines.nodes, call, server.environment(), write_again, run)
     assert values == [(2, True)] * 3
@@ -145,7 +129,7 @@ def test_ranks_are_told_of_a_killed_machine(
     arguments = server.environment(), write_and_be_disturbed, run, str(marks), who
     with meanwhile((marks / "in-the-middle").exists, kill):
         outcomes = outcomes_on(cluster, machines.nodes, call, *arguments)
-    assert_told(outcomes, who)
+    assert_told(outcomes, who, TOLD_SECONDS)
     assert outcomes[who].signal == signal.SIGKILL
     node.start()
     values = values_on(cluster, machines.nodes, call, server.environment(), write_again, run)

@@ -152,7 +152,7 @@ def write_two(run: str) -> list[str]:
 
 
 def test_a_machine_comes_back_with_an_old_disk(machines: Machines, cluster: Cluster) -> None:
-    """It has only the older checkpoint, which the error names. So the training can go on from there."""
+    """The machine has only the older checkpoint. The error names that one, so the training can go on from there."""
     run, late = f"{machines.nodes[0].disk}/run", machines.nodes[2]
     (old, _), *_ = values_on(cluster, machines.nodes, write_two, run)
     late.shell(f"rm -r {run}/new && echo old > {run}/latest")

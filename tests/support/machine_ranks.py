@@ -21,8 +21,9 @@ from tests.support.cluster import ROOT, ClusterError, die_with_parent
 from tests.support.waiting import wait_until
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
     from multiprocessing.connection import Connection
+    from pathlib import Path
 
     from tests.support.cluster import Cluster, Outcome
     from tests.support.machines import Machine
@@ -114,6 +115,33 @@ def run_inside(sender: Connection, action: Callable[[], Any]) -> None:
             signal.pause()
     finally:
         os._exit(1)
+
+
+def assert_told(outcomes: Sequence[Outcome], who: int, within_seconds: float) -> None:
+    """Checks that every other rank was told in time that rank ``who`` is gone. Each value is the name of the error's
+    class, its text, the rank that it names, and after how many seconds it has come."""
+    for outcome in outcomes:
+        if outcome.rank != who:
+            assert not outcome.failed, outcome
+            kind, message, named, seconds = outcome.value
+            assert (kind, named) == ("RankError", who), message
+            assert "has shown no sign of life" in message
+            assert seconds < within_seconds
+
+
+@contextmanager
+def cut_until_told(node: Machine, marks: Path, ranks: Collection[int]) -> Iterator[None]:
+    """Cuts the link of a machine once the file ``in-the-middle`` is there, and makes the file ``disturbed``. Mends the
+    link when each of ``ranks`` has made a file ``told-<rank>``."""
+
+    def cut_for_a_while() -> None:
+        node.cut()
+        (marks / "disturbed").touch()
+        wait_until(lambda: all((marks / f"told-{rank}").exists() for rank in ranks))
+        node.mend()
+
+    with meanwhile((marks / "in-the-middle").exists, cut_for_a_while):
+        yield
 
 
 @contextmanager

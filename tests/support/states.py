@@ -191,8 +191,8 @@ _thread = threading.local()
 
 
 def _adapt(engine: Any) -> Any:
-    """Returns the adapter that ``write_through`` has made in this thread. Any other engine has its own adapter, because
-    threads that patch a name at the same time may leave this function in its place."""
+    """Returns the adapter that ``write_through`` has made in this thread, and for every other engine the right one. If
+    two threads patch ``adapt`` at the same time, this function may stay in its place for good."""
     return _thread.adapter if isinstance(engine, EngineOfAnAdapter) else adapt(engine)
 
 

@@ -124,19 +124,15 @@ class Work:
         that was taken for dead may commit until its data are ``OLD_SECONDS`` old."""
         if store.stops_commits or not leftovers:
             return []
-        since = self._now(store) - OLD_SECONDS
+        # To ask a store for its time makes a small file, and a dry run makes nothing.
+        since = (time.time() if self.dry_run else store.now()) - OLD_SECONDS
         return [name for name in leftovers if any(entry.changed_at > since for entry in _files(store, name).values())]
-
-    def _now(self, store: Store) -> float:
-        """Returns the time of the store's clock. If nothing may be changed, returns that of this machine, because a
-        store is asked for its time by a small file."""
-        return time.time() if self.dry_run else store.now()
 
     def give_up_uploads(self, run: Store) -> None:
         """Removes the unfinished uploads of data files in and below the directory that are older than
         ``OLD_SECONDS``."""
         try:
-            for upload in run.unfinished(self._now(run) - OLD_SECONDS):
+            for upload in run.unfinished(OLD_SECONDS):
                 if any(map(names.is_data_dir, upload.path.split("/"))):
                     if not self.dry_run:
                         run.give_up(upload)

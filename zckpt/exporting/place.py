@@ -91,7 +91,7 @@ class Place(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The name with which a file is written."""
+        """The name under which a file is written. On a file system, it is the temporary name."""
         return Location.of(self.prepared).name
 
     def check(self) -> bool:

@@ -379,10 +379,10 @@ class Store(Creator, ABC):
 
     # Only some object stores need these methods. The implementations below suit all other stores.
 
-    def unfinished(self, before: float) -> list[Upload]:
-        """Returns the uploads of files in and below the directory that were begun before a time of the store's clock,
-        and neither finished nor given up. Some of them may be under way, and others are those of processes that have
-        died. Nobody sees them, but they take space until ``zckpt.gc`` gives them up."""
+    def unfinished(self, age_seconds: float) -> list[Upload]:
+        """Returns the uploads of files in and below the directory that were neither finished nor given up, and that
+        were begun more than ``age_seconds`` seconds ago by the store's clock. Such an upload may still be under way, or
+        its process may have died. Nobody sees the file, but it takes space until ``zckpt.gc`` gives the upload up."""
         return []
 
     def give_up(self, upload: Upload) -> None:

@@ -9,6 +9,7 @@ import secrets
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from email.utils import parsedate_to_datetime
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -278,17 +279,17 @@ class ObjectStore(Store):
             finally:
                 self.remove(probe)
 
-    def unfinished(self, before: float) -> list[Upload]:
+    def unfinished(self, age_seconds: float) -> list[Upload]:
         client, above = self._uploads(), f"{self._key('')}/".lstrip("/")
         if client is None:
             return []
         with self.errors("list the unfinished uploads of", ""):
-            pages = client.get_paginator("list_multipart_uploads").paginate(Bucket=self.bucket, Prefix=above)
-            found = [upload for page in pages for upload in page.get("Uploads", ())]
+            pages = [*client.get_paginator("list_multipart_uploads").paginate(Bucket=self.bucket, Prefix=above)]
+            now = parsedate_to_datetime(pages[0]["ResponseMetadata"]["HTTPHeaders"]["date"]).timestamp()
             uploads = []
-            for upload in found:
+            for upload in (upload for page in pages for upload in page.get("Uploads", ())):
                 key, upload_id = upload["Key"], upload["UploadId"]
-                if upload["Initiated"].timestamp() >= before:
+                if now - upload["Initiated"].timestamp() <= age_seconds:
                     continue
                 parts = client.get_paginator("list_parts").paginate(Bucket=self.bucket, Key=key, UploadId=upload_id)
                 try:

@@ -52,8 +52,8 @@ class _Early:
         return len(self._in_memory) + len(self._in_file)
 
     def keep(self, offset: int, data: memoryview) -> None:
-        """Keeps the bytes that belong at the byte ``offset``. Raises StorageError, which names the directory of the
-        temporary file."""
+        """Keeps bytes that begin at the byte ``offset`` of the file. Raises StorageError, which names the directory of
+        the temporary file."""
         if _count(len(data)):
             self._in_memory[offset] = bytes(data)
             return
@@ -68,7 +68,7 @@ class _Early:
             raise from_os_error(error, "keep bytes until their upload", gettempdir()) from error
 
     def take(self, offset: int) -> bytes | None:
-        """Returns the bytes that belong at the byte ``offset``, and forgets them. Returns None if there are none.
+        """Returns the bytes that begin at the byte ``offset`` of the file, and forgets them, or None if it has none.
         Raises StorageError."""
         if (data := self._in_memory.pop(offset, None)) is not None:
             _count(-len(data))
