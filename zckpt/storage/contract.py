@@ -225,8 +225,6 @@ class Upload(NamedTuple):
     """The path of the file, relative to the store's directory."""
     nbytes: int
     """The number of bytes that the store keeps of the file."""
-    begun_at: float
-    """When the upload was begun, in seconds of the store's own clock."""
     upload_id: Hashable
     """A value by which the store tells apart the uploads of one path."""
 

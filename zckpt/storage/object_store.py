@@ -296,7 +296,7 @@ class ObjectStore(Store):
                     nbytes = sum(part["Size"] for page in parts for part in page.get("Parts", ()))
                 except client.exceptions.NoSuchUpload:  # It has ended meanwhile.
                     continue
-                uploads.append(Upload(key.removeprefix(above), nbytes, upload["Initiated"].timestamp(), upload_id))
+                uploads.append(Upload(key.removeprefix(above), nbytes, upload_id))
         return uploads
 
     def give_up(self, upload: Upload) -> None:
