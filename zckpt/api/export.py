@@ -152,7 +152,7 @@ def export(
             lambda: Place.choose(out, "export", overwrite=overwrite, patterns=options.patterns, marks=TORCH_FILE),
             "find the place",
         )
-        place = Place(*place_fields)
+        place = Place.of(*place_fields)
         tensors = _open(source, options.dtype, budget, ranks)
         plan = ranks.together(lambda: _plan(tensors, options, place.path), "plan the export")
         ranks.agree([place.path, *([file.name, file.nbytes] for file in plan.files)], "exports")

@@ -96,7 +96,7 @@ def report(
 
     libraries = ranks.together(prepare, "prepare the page")
     place_fields = ranks.first(lambda: Place.choose(out, "page", overwrite=overwrite, marks=_PAGE), "find the place")
-    place = Place(*place_fields)
+    place = Place.of(*place_fields)
     directories = ranks.first(lambda: _find(all_paths), "find the checkpoints")
     reports = [validate(directory, level=level, budget=budget, progress=progress) for directory in directories]
     checkpoints = ranks.together(

@@ -69,7 +69,7 @@ def to_deepspeed(
     tag = f"global_step{checkpoint.step}" if tag is None else tag
     run = Location.of(destination).absolute()
     plan = ranks.together(lambda: FolderPlan(checkpoint, stage, world_size), "plan the folder")
-    place = Place(*ranks.first(lambda: _place(run, tag, overwrite), "look at the destination"))
+    place = Place.of(*ranks.first(lambda: _place(run, tag, overwrite), "look at the destination"))
 
     def measure() -> tuple[CheckpointFiller, list[tuple[str, int, int]], tuple[str, ...]]:
         with values_of(checkpoint.path):

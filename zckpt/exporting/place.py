@@ -12,7 +12,7 @@ import stat
 from contextlib import closing, suppress
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zckpt.errors import CheckpointExistsError, RankError, ZckptError, first_few, from_os_error, warn
 from zckpt.format.names import LOCK
@@ -79,9 +79,15 @@ class Place(NamedTuple):
         path = str(location)
         if os.path.islink(path):
             path = os.path.realpath(path)
-        place = cls(path, path if location.scheme else temporary(path), what, overwrite, patterns, marks, [], [])
+        place = cls.of(path, path if location.scheme else temporary(path), what, overwrite, patterns, marks, [], [])
         place.check()
         return place
+
+    @classmethod
+    def of(cls, *fields: Any) -> Place:
+        """Returns the place with these fields, as ``choose`` has returned it on another rank."""
+        place = cls(*fields)
+        return place if place.prepared != place.path else PlaceInStore(*fields)
 
     @property
     def store(self) -> Store:
@@ -115,28 +121,8 @@ class Place(NamedTuple):
                     "there is a file of another kind", file=path,
                     hint="give a path at which nothing exists yet, or move the file away",
                 )  # fmt: skip
-        elif not self._is_renamed:
-            raise CheckpointExistsError(
-                "there are files already, and only on a file system can a directory be replaced in one step", file=path,
-                hint="give another path, or remove these files first",
-            )  # fmt: skip
-        else:
-            try:
-                names, has_code = sorted(os.listdir(path)), _has_code(path)
-                foreign = [*_foreign(path, [name for name in self.patterns if has_code or not name.endswith(".py")])]
-            except OSError as error:
-                raise from_os_error(error, "list", path) from error
-            if not names:
-                return True
-            if foreign or not any(fnmatch(name, pattern) for name in names for pattern in _WEIGHTS):
-                if foreign:
-                    why = f"the directory has files that no {self.what} has: {first_few(foreign, 5)}"
-                else:
-                    why = f"the directory has no weights, so no {self.what} has made it: {first_few(names, 5)}"
-                raise CheckpointExistsError(
-                    why, file=path,
-                    hint="give a path at which nothing exists yet, or move these files away",
-                )  # fmt: skip
+        elif not self.check_directory(self.patterns):
+            return True
         if not self.overwrite:
             raise CheckpointExistsError(
                 "something is there already",
@@ -145,28 +131,30 @@ class Place(NamedTuple):
             )
         return True
 
-    @property
-    def _is_renamed(self) -> bool:
-        return self.prepared != self.path
+    def check_directory(self, patterns: Sequence[str]) -> bool:
+        """Returns whether the directory that is here has any files. Raises CheckpointExistsError if it has others than
+        an earlier one of the same kind has, whose files match ``patterns``."""
+        path = self.path
+        try:
+            names, has_code = sorted(os.listdir(path)), _has_code(path)
+            foreign = [*_foreign(path, [name for name in patterns if has_code or not name.endswith(".py")])]
+        except OSError as error:
+            raise from_os_error(error, "list", path) from error
+        why = ""
+        if foreign:
+            why = f"the directory has files that no {self.what} has: {first_few(foreign, 5)}"
+        elif names and not any(fnmatch(name, pattern) for name in names for pattern in _WEIGHTS):
+            why = f"the directory has no weights, so no {self.what} has made it: {first_few(names, 5)}"
+        if why:
+            raise CheckpointExistsError(
+                why, file=path, hint="give a path at which nothing exists yet, or move these files away"
+            )
+        return bool(names)
 
     def begin(self, names: Iterable[str]) -> None:
         """Prepares the place for files with these names, before any of them is written. On a file system, makes the
-        directory of ``store``, and removes temporary files that dead processes have left beside the place. Raises
-        StorageError, and the errors of ``check``."""
-        if not self._is_renamed:
-            is_replaced = self.check()
-            if self.patterns is not None:
-                lock = WriteLock(self.store)
-                lock.acquire()
-                self.locks.append(lock)
-                others = [entry.path for entry in self.store.entries(deep=True) or () if entry.path != LOCK]
-                if others:
-                    raise CheckpointExistsError(
-                        f"the directory has got {first_few(others, 5)} meanwhile", file=self.path,
-                        hint="give a path that nobody else writes to",
-                    )  # fmt: skip
-            self.made.extend(() if is_replaced else names)
-            return
+        directory of ``store``, and removes temporary files that dead processes have left beside the place. In an object
+        store, takes the lock of the directory. Raises StorageError, LockedError and the errors of ``check``."""
         remove_left_over(os.path.dirname(self.path))
         make_directories(self.store.location.path, self.made)
 
@@ -183,7 +171,7 @@ class Place(NamedTuple):
         """Raises RankError if this rank does not see the directory that ``begin`` has made on rank 0. ``rank``: the
         number of this rank in its job."""
         store = self.store
-        if self._is_renamed and store.entry("") is None:
+        if store.entry("") is None:
             raise RankError(
                 "rank 0 has made a directory that this rank does not see", file=str(store.location), rank=rank,
                 hint=f"write the {self.what} to a file system that all ranks share, or to an object store",
@@ -195,13 +183,6 @@ class Place(NamedTuple):
         errors of ``check``, because another process may have put something there meanwhile. Raises what ``then``
         raises. After an error, ``path`` is as it was before, once ``remove`` has been called. Only a file in an object
         store that has replaced another one stays."""
-        if not self._is_renamed:
-            for lock in self.locks:
-                lock.confirm()
-            then()
-            for lock in self.locks:
-                lock.release()
-            return
         self.store.sync_names("")
         self.check()
         try:
@@ -227,19 +208,53 @@ class Place(NamedTuple):
         """Removes what is at the temporary path. After ``finish``, this is what was at ``path`` before. Also removes
         each directory that ``begin`` has made and that is empty. In an object store, it is called only after an error,
         and removes the files that were written."""
-        if not self._is_renamed:
-            self.store.remove(*self.made)
-            for lock in self.locks:
-                lock.release()
-            with suppress(ZckptError):
-                left = [name for name in self.made if self.store.entry(name) is not None]
-                if left:
-                    warn(f"{first_few(left, 5)} of what has failed could not be removed from {self.store.location}")
-            return
         files.remove_tree(self.prepared)
         while self.made:
             with suppress(OSError):  # it is not empty
                 os.rmdir(self.made.pop(0))
+
+
+class PlaceInStore(Place):
+    """A place in an object store, where nothing can be renamed."""
+
+    def check_directory(self, patterns: Sequence[str]) -> bool:
+        raise CheckpointExistsError(
+            "there are files already, and only on a file system can a directory be replaced in one step",
+            file=self.path, hint="give another path, or remove these files first",
+        )  # fmt: skip
+
+    def begin(self, names: Iterable[str]) -> None:
+        is_replaced = self.check()
+        if self.patterns is not None:
+            lock = WriteLock(self.store)
+            lock.acquire()
+            self.locks.append(lock)
+            others = [entry.path for entry in self.store.entries(deep=True) or () if entry.path != LOCK]
+            if others:
+                raise CheckpointExistsError(
+                    f"the directory has got {first_few(others, 5)} meanwhile", file=self.path,
+                    hint="give a path that nobody else writes to",
+                )  # fmt: skip
+        self.made.extend(() if is_replaced else names)
+
+    def check_seen(self, rank: int) -> None:
+        pass  # Every rank reaches the same store.
+
+    def finish(self, then: Callable[[], None] = lambda: None) -> None:
+        for lock in self.locks:
+            lock.confirm()
+        then()
+        for lock in self.locks:
+            lock.release()
+
+    def remove(self) -> None:
+        self.store.remove(*self.made)
+        for lock in self.locks:
+            lock.release()
+        with suppress(ZckptError):
+            left = [name for name in self.made if self.store.entry(name) is not None]
+            if left:
+                warn(f"{first_few(left, 5)} of what has failed could not be removed from {self.store.location}")
 
 
 def _has_code(directory: str) -> bool:
