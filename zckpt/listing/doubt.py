@@ -11,7 +11,7 @@ from __future__ import annotations
 from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from zckpt.errors import CheckpointExistsError, ZckptError
+from zckpt.errors import CheckpointExistsError, CheckpointNotFoundError, FormatError
 from zckpt.format import manifest as manifest_format
 from zckpt.format import names
 from zckpt.format.limits import MANIFEST_BYTES_MAX
@@ -49,12 +49,15 @@ class Doubt(NamedTuple):
 
 def in_doubt(checkpoint: Store) -> dict[str, Doubt]:
     """Returns the prepared manifests of a checkpoint's directory that are in doubt, by their save ids. Only a store in
-    which the removal of a prepared file stops a commit has such files."""
+    which the removal of a prepared file stops a commit has such files. Raises StorageError."""
     found: dict[str, Doubt] = {}
     for name in entries_of(checkpoint) if checkpoint.stops_commits else ():
         if not names.is_temporary(name, names.MANIFEST):
             continue
-        with suppress(ZckptError), closing(checkpoint.reader()) as reader:  # If it is not whole, it was never prepared.
+        with (
+            suppress(FormatError),
+            closing(checkpoint.reader()) as reader,
+        ):  # If it is not whole, it was never prepared.
             raw = reader.read(name, 0, MANIFEST_BYTES_MAX + 1)
             doubt = Doubt(name, raw, manifest_format.decode(raw))
             if doubt.machines:
@@ -101,8 +104,9 @@ def settle(checkpoint: Store, ranks: Ranks) -> None:
 
 
 def _committed(checkpoint: Store) -> list[str]:
-    """Returns the save id of the manifest in a list, or an empty list if there is none that can be read."""
+    """Returns the save id of the manifest in a list, or an empty list if there is none, or a damaged one. Raises
+    StorageError."""
     try:
         return [manifest_of(checkpoint).save_id]
-    except ZckptError:
+    except (CheckpointNotFoundError, FormatError):
         return []
