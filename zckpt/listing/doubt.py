@@ -54,10 +54,8 @@ def in_doubt(checkpoint: Store) -> dict[str, Doubt]:
     for name in entries_of(checkpoint) if checkpoint.stops_commits else ():
         if not names.is_temporary(name, names.MANIFEST):
             continue
-        with (
-            suppress(FormatError),
-            closing(checkpoint.reader()) as reader,
-        ):  # If it is not whole, it was never prepared.
+        # A manifest that is not whole was never prepared.
+        with suppress(FormatError), closing(checkpoint.reader()) as reader:
             raw = reader.read(name, 0, MANIFEST_BYTES_MAX + 1)
             doubt = Doubt(name, raw, manifest_format.decode(raw))
             if doubt.machines:
