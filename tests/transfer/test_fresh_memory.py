@@ -61,7 +61,9 @@ def test_large_tensors_are_in_huge_pages_without_wasting_memory() -> None:
         assert huge >= in_huge_pages
         assert resident < sum(tensor.nbytes for tensor in tensors) + MIB
         del tensors
-        assert (huge_and_all_bytes() - before < MIB).all()
+        # Only the memory is compared, because the system makes huge pages of other memory whenever it likes.
+        _, resident = huge_and_all_bytes() - before
+        assert resident < MIB
 
 
 def huge_and_all_bytes() -> np.ndarray:
