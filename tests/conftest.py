@@ -3,6 +3,7 @@ from __future__ import annotations
 import signal
 import sys
 from collections import defaultdict
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -14,9 +15,11 @@ from tests.support.interrupts import threads_left
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
     from tests.support.object_servers import ObjectServer
+
+LONG_TESTS = Path(__file__).with_name("long.txt")
+"""The names of tests that take long. ``support/long_tests.py`` has chosen them."""
 
 # Machines are shared, so slow examples are not a failure.
 settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -127,8 +130,12 @@ def _nvme(request: pytest.FixtureRequest) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)  # The marker has to be there before pytest leaves tests out by their markers.
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves out tests by their markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    long_tests = frozenset(LONG_TESTS.read_text().splitlines())
     for item in items:
+        if item.nodeid in long_tests:
+            item.add_marker("matrix")
         if item.get_closest_marker("sim") or "cluster" in getattr(item, "fixturenames", ()):
             item.add_marker("ranks")
 
