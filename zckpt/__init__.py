@@ -116,6 +116,7 @@ if TYPE_CHECKING:
     )
     from zckpt.cleaning.cleanup import Cleanup, Removed
     from zckpt.comparing.report import Difference, StateDifference, TensorDifference
+    from zckpt.engines.pytorch.train_state import TrainState
     from zckpt.listing.contents import PieceInfo, TensorInfo
     from zckpt.reading.checkpoint import Checkpoint
     from zckpt.transfer.budget import Budget
@@ -166,6 +167,7 @@ __all__ = [
     "TagError",
     "TensorDifference",
     "TensorInfo",
+    "TrainState",
     "UnfinishedWriteError",
     "UnsupportedError",
     "VersionError",
@@ -224,6 +226,7 @@ _LATE = {
     ],
     "cleaning.cleanup": ["Cleanup", "Removed"],
     "comparing.report": ["Difference", "StateDifference", "TensorDifference"],
+    "engines.pytorch.train_state": ["TrainState"],
     "listing.contents": ["PieceInfo", "TensorInfo"],
     "reading.checkpoint": ["Checkpoint"],
     "transfer.budget": ["Budget"],

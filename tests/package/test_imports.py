@@ -50,7 +50,7 @@ PUBLIC_NAMES = """
     MissingFileError NoSpaceError Observation Offloaded OffloadedError PendingWrite PieceInfo Placement
     PlacementEntry Preemption Progress ProgressBar RankError RankMemory RankStates Removed RepairError RepairReport
     Report Restored SizeError StateDifference StateError StorageError TagError TensorDifference TensorInfo
-    UnfinishedWriteError UnsupportedError VersionError ZckptError __version__ attach attach_all convert
+    TrainState UnfinishedWriteError UnsupportedError VersionError ZckptError __version__ attach attach_all convert
     convert_zero_checkpoint_to_fp32_state_dict cp detach diff export gc get_fp32_state_dict_from_zero_checkpoint
     load_state_dict_from_zero_checkpoint offload offloaded on_preemption open prune register reload repair report
     restore validate wait where write

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from tests.conftest import LONG_TESTS
-from tests.package.test_architecture import ROOT
 from tests.support.long_tests import long_tests
+
+ROOT = LONG_TESTS.parents[1]
 
 
 def test_each_name_is_that_of_a_test() -> None:

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from zckpt.api import background
 from zckpt.engines import group_of
-from zckpt.engines.deepspeed.scheduler import SavedScheduler
 from zckpt.engines.hooks import workers_ignore
+from zckpt.engines.scheduler import SavedScheduler
 from zckpt.errors import ZckptError, warn
 from zckpt.format import names
 from zckpt.listing.find import find, manifest_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from zckpt.engines import adapt
+from zckpt.engines import adapt, engine_of
 from zckpt.engines.registered import registered
 
 if TYPE_CHECKING:
@@ -35,7 +35,8 @@ def register(engine: object, name: str, stateful: Stateful) -> None:
     changes nothing.
 
     Args:
-        engine: the engine that ``deepspeed.initialize`` has returned.
+        engine: the engine that ``deepspeed.initialize`` has returned, a ``zckpt.TrainState``, or a tuple as for
+            ``zckpt.write``.
         name: the name of the state. It has to be the same on all ranks.
         stateful: an object with the methods ``state_dict()``, which returns plain values, tensors and arrays, and
             ``load_state_dict(state)``, such as torchdata's ``StatefulDataLoader``.
@@ -45,6 +46,7 @@ def register(engine: object, name: str, stateful: Stateful) -> None:
         TypeError: the object does not have both methods, or the name is not a string.
         UnsupportedError: zckpt does not support engines of this kind.
     """
+    engine = engine_of(engine)
     adapt(engine)
     if not isinstance(name, str):
         raise TypeError(f"name must be a string, got {type(name).__name__}")

@@ -12,7 +12,7 @@ import torch
 
 from zckpt.api.background import wait_for
 from zckpt.api.offload import bring_back_to_restore
-from zckpt.engines import adapt, group_of
+from zckpt.engines import adapt, engine_of, group_of
 from zckpt.engines.history import history_of, note_restore
 from zckpt.engines.registered import registered
 from zckpt.errors import (
@@ -68,8 +68,8 @@ if TYPE_CHECKING:
 class Restored(dict[str, Any]):
     """The ``client_state`` of a checkpoint as a dict, and the names of the tensors that ``zckpt.restore`` has set.
 
-    The attributes ``restored``, ``kept`` and ``unexpected`` map the name of a part to names of tensors. They are equal
-    on every rank. Moments that begin at zero are in none of them.
+    The attributes ``restored``, ``kept``, ``unexpected`` and ``converted`` map the name of a part to names of tensors.
+    They are equal on every rank. Moments that begin at zero are in none of them.
     """
 
     def __init__(
@@ -78,6 +78,7 @@ class Restored(dict[str, Any]):
         restored: Mapping[str, tuple[str, ...]],
         kept: Mapping[str, tuple[str, ...]],
         unexpected: Mapping[str, tuple[str, ...]],
+        converted: Mapping[str, tuple[str, ...]],
     ) -> None:
         super().__init__(client_state)
         self.restored = restored
@@ -88,6 +89,10 @@ class Restored(dict[str, Any]):
         self.unexpected = unexpected
         """The tensors of the checkpoint that were not read, because the engine has no such tensor, or has it in another
         shape."""
+        self.converted = converted
+        """Those of the restored master weights and moments that have another dtype in the checkpoint: fp32, where the
+        engine updates weights of 16 bits, or the reverse. A run that goes on from a narrower dtype is not equal to one
+        that never stopped."""
 
 
 class RankStates(Sequence["dict[str, Any] | None"]):
@@ -169,7 +174,8 @@ def restore(
     is if all of these weights are kept; if one of them is restored, the step begins at 0.
 
     Args:
-        engine: the engine that ``deepspeed.initialize`` has returned.
+        engine: the engine that ``deepspeed.initialize`` has returned, a ``zckpt.TrainState``, or a tuple ``(model,
+            optimizer)`` or ``(model, optimizer, scheduler)``.
         path: the directory of a checkpoint, or that of a run, whose file ``latest`` names the checkpoint. Or several
             places, the nearest first, such as ``["/nvme/run", "s3://bucket/run"]``. Then rank 0 chooses the checkpoint
             with the most steps among those that the files ``latest`` name, if all of its files are in the places. If
@@ -217,7 +223,7 @@ def restore(
         parts=several(parts), strict=strict, state=several(state), rng=rng, settings=settings, verify=verify,
         budget=budget, progress=progress, with_rank_state=with_rank_state,
     )  # fmt: skip
-    restored, ranks = restore_engine(engine, path, request)
+    restored, ranks = restore_engine(engine_of(engine), path, request)
     return (restored, ranks) if with_rank_state else restored
 
 
@@ -283,7 +289,10 @@ def restore_engine(engine: object, path: Place, request: Request) -> tuple[Resto
             out.settled((), {})  # The lost states were restored.
         ranks.together(lambda: _load_registered(engine, plan, request, ranks), "load what is registered")
     match = plan.match
-    restored = Restored(plan.client_state, by_part(match.sources), by_part(match.kept), by_part(match.unexpected))
+    restored = Restored(
+        plan.client_state, by_part(match.sources), by_part(match.kept), by_part(match.unexpected),
+        by_part(match.converted),
+    )  # fmt: skip
     return restored, RankStates(plan.checkpoint, plan.rank_state)
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
 
 from zckpt.api.background import PendingWrite, is_ending, wait_for
 from zckpt.api.prune import remove_older
-from zckpt.engines import group_of
+from zckpt.engines import engine_of, group_of
 from zckpt.errors import warn
 from zckpt.listing.leftovers import left_alone
 from zckpt.offloading.away import away
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from zckpt.transfer.budget import Budget
 
     class _Options(TypedDict, total=False):
+        step: int | None
         parts: Collection[str] | None
         exclude: Collection[str]
         client_state: Mapping[str, Any] | None
@@ -69,6 +70,7 @@ def write(
     engine: object,
     path: StrPath | None = None,
     *,
+    step: int | None = None,
     parts: Collection[str] | None = None,
     exclude: Collection[str] = (),
     client_state: Mapping[str, Any] | None = None,
@@ -113,9 +115,13 @@ def write(
     the next one. ``zckpt.wait`` and the end of the process wait for the copies.
 
     Args:
-        engine: the engine that ``deepspeed.initialize`` has returned.
+        engine: the engine that ``deepspeed.initialize`` has returned, a ``zckpt.TrainState``, or a tuple ``(model,
+            optimizer)`` or ``(model, optimizer, scheduler)``.
         path: the directory of the checkpoint: a path of a file system, or a URL such as ``s3://bucket/run/step100``.
             All ranks have to see it, unless ``node_local`` is true. None means ``checkpoints/global_step<N>``.
+        step: the number of steps that the optimizer has taken, for a TrainState or a tuple. It becomes the ``step`` of
+            the TrainState. None means the steps that the TrainState has counted; that of a tuple counts from the first
+            call on.
         parts: the name of a part of the state, or several names. None means all parts that a bit-exact resume needs.
         exclude: the names of parts that are left out, such as ``param``, which holds frozen weights. If a tied tensor
             is left out, so are all of its names.
@@ -195,9 +201,9 @@ def write(
         latest=latest, budget=budget, progress=progress, pending_gradients=pending_gradients, keep_last=keep_last,
         keep_every=keep_every, reuse=reuse, node_local=node_local, copy_to=copy_to, copy_keep_last=copy_keep_last,
         copy_keep_every=copy_keep_every, background=background, snapshot=snapshot, snapshot_bytes=snapshot_bytes,
-        replace_foreign=overwrite,
+        replace_foreign=overwrite, step=step,
     )  # fmt: skip
-    return write_engine(engine, path, options)
+    return write_engine(engine_of(engine), path, options)
 
 
 def write_engine(engine: object, path: StrPath | None, options: WriteOptions) -> str | PendingWrite:

@@ -13,16 +13,17 @@ import torch
 from zckpt.converting import deepspeed_values
 from zckpt.converting.deepspeed_folder import STOCK, DeepSpeedFolder, of_type
 from zckpt.converting.source import RankPart, Source, file_states, values_of
-from zckpt.engines.deepspeed import optimizer, scaler
-from zckpt.engines.deepspeed.flats import cut_alone, moments
-from zckpt.engines.deepspeed.group import RankGroup
-from zckpt.engines.deepspeed.replicas import share
+from zckpt.engines import optimizer
+from zckpt.engines.deepspeed import scaler
 from zckpt.engines.deepspeed.setup import DTYPES, Setup
+from zckpt.engines.flats import cut_alone, moments
+from zckpt.engines.group import RankGroup
 from zckpt.engines.tensors import dtype_name, plain_name
 from zckpt.errors import FormatError, UnsupportedError
 from zckpt.format import names
 from zckpt.format.limits import NDIM_MAX, TENSOR_BYTES_MAX, WORLD_SIZE_MAX
 from zckpt.format.names import Tier
+from zckpt.plan.replicas import Share
 from zckpt.state.inventory import BUFFER, EXTRA_STATE, MASTER, PARAM, Fragment, unconverted
 from zckpt.transfer.stored import in_order, stored_range, values_digest
 from zckpt.transfer.torch_dtypes import torch_name
@@ -195,7 +196,7 @@ class _Reader:
             return
         for name in self._parameters:
             weight = self._module[name]
-            start, stop = share(weight.numel(), group)
+            start, stop = Share(group.rank, group.size).of(weight.numel())
             if name not in trained and (start < stop or (group.rank == 0 and not weight.numel())):
                 dtype = dtype_name(weight.dtype, f"{PARAM}/{name}")
                 elements = in_order(weight).view(-1)[start:stop]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from zckpt.engines.deepspeed.flats import (
+from zckpt.engines.flats import (
     FlatBuffer,
     consecutive,
     cut_each,

@@ -17,12 +17,13 @@ import torch
 
 from zckpt.converting.deepspeed_flats import flats, natural_order, offsets_of, round_robin
 from zckpt.converting.deepspeed_folder import STOCK
+from zckpt.engines import optimizer
 from zckpt.engines.composed import class_of, is_decomposed
 from zckpt.engines.contract import without_left_out
-from zckpt.engines.deepspeed import optimizer, scaler
-from zckpt.engines.deepspeed.flats import cut_alone, partition_numel
-from zckpt.engines.deepspeed.restoring import counters_of, subtree
+from zckpt.engines.deepspeed import scaler
 from zckpt.engines.deepspeed.setup import DTYPES, Setup
+from zckpt.engines.flats import cut_alone, partition_numel
+from zckpt.engines.trees import counters_of, subtree
 from zckpt.errors import MismatchError, UnsupportedError, first_few
 from zckpt.exporting.plan import Run
 from zckpt.exporting.torch_file import Instance, Storage, View, torch_file
@@ -34,7 +35,7 @@ from zckpt.state.inventory import BUFFER, MASTER, PARAM
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from zckpt.engines.deepspeed.flats import FlatBuffer
+    from zckpt.engines.flats import FlatBuffer
     from zckpt.exporting.plan import OutputFile
     from zckpt.listing.contents import TensorInfo
     from zckpt.reading.checkpoint import Checkpoint

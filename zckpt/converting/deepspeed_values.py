@@ -12,7 +12,7 @@ import torch
 
 from zckpt.converting import stage_0_names
 from zckpt.converting.deepspeed_folder import of_type
-from zckpt.engines.deepspeed.flats import (
+from zckpt.engines.flats import (
     FlatBuffer,
     ParameterRange,
     consecutive,
@@ -22,15 +22,15 @@ from zckpt.engines.deepspeed.flats import (
     momentum_of_muon,
     partition_numel,
 )
-from zckpt.engines.deepspeed.replicas import share
 from zckpt.errors import FormatError, MissingFileError, UnsupportedError
+from zckpt.plan.replicas import Share
 from zckpt.state.inventory import MASTER, FileRange
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from zckpt.converting.deepspeed_folder import DeepSpeedFolder
-    from zckpt.engines.deepspeed.group import RankGroup
+    from zckpt.engines.group import RankGroup
 
 Shapes = list[dict[str, tuple[int, ...]]]
 """For each flat buffer, the shapes of its parameters by name."""
@@ -208,7 +208,7 @@ def _saved_at_stage_0(saved: Mapping[str, Any]) -> tuple[Mapping[Any, Any], list
 
 def _shared(name: str, tensor: torch.Tensor, group: RankGroup, offset: int) -> ParameterRange:
     """Returns this rank's share of a parameter whose elements begin at ``offset`` of its flat buffer."""
-    start, stop = share(tensor.numel(), group)
+    start, stop = Share(group.rank, group.size).of(tensor.numel())
     return ParameterRange(name, tuple(tensor.shape), start, stop, offset + start)
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from zckpt.engines.contract import EngineAdapter
 
-__all__ = ["adapt", "group_of", "is_engine"]
+__all__ = ["adapt", "engine_of", "group_of", "is_engine", "set_step"]
 
 
 class Framework(NamedTuple):
@@ -28,6 +28,7 @@ class Framework(NamedTuple):
 
 FRAMEWORKS = (
     Framework("deepspeed:DeepSpeedEngine", "zckpt.engines.deepspeed.adapter:DeepSpeedAdapter"),
+    Framework("zckpt.engines.pytorch.train_state:TrainState", "zckpt.engines.pytorch.adapter:TorchAdapter"),
     Framework("zckpt.testing.engine:ReferenceEngine", "zckpt.testing.adapter:ReferenceAdapter"),
 )
 
@@ -39,9 +40,26 @@ def adapt(engine: Any) -> EngineAdapter:
     if adapter is None:
         raise UnsupportedError(
             f"{type(engine).__module__}.{type(engine).__qualname__} is not a training engine that zckpt knows",
-            hint="supported: the engine that deepspeed.initialize returns",
+            hint="supported: the engine that deepspeed.initialize returns, and zckpt.TrainState(model, optimizer)",
         )
     return adapter(engine)
+
+
+def engine_of(value: object) -> Any:
+    """Returns the engine that a caller has passed: the ``TrainState`` of a tuple ``(model, optimizer)`` or ``(model,
+    optimizer, scheduler)``, and any other value unchanged. Raises TypeError for a tuple of other objects."""
+    if not isinstance(value, tuple):
+        return value
+    from zckpt.engines.pytorch.train_state import train_state_of
+
+    return train_state_of(*value)
+
+
+def set_step(engine: Any, step: int) -> None:
+    """Sets the number of steps that an engine has taken, if it lets its user count them. Raises TypeError otherwise."""
+    if not hasattr(engine, "optimizers"):
+        raise TypeError(f"step is for a zckpt.TrainState: a {type(engine).__name__} counts its steps itself")
+    engine.step = step
 
 
 def group_of(engine: Any) -> ProcessGroup | None:

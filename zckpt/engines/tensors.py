@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 T = TypeVar("T", bound=torch.Tensor)
+_WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
+"""The names under which wrappers have the module that they wrap."""
 SAMPLED_TENSORS, SAMPLED_ELEMENTS = 16, 16
 """How many tensors, and how many elements of each, ``some_bytes`` looks at."""
 
@@ -81,6 +83,12 @@ def set_in_place(target: torch.Tensor, values: torch.Tensor) -> None:
         target.data = values
 
 
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns what this rank holds of a tensor: the local tensor of a DTensor, and otherwise the tensor itself."""
+    local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return local
+
+
 def holdings(
     part: str,
     name: str,
@@ -99,8 +107,8 @@ def holdings(
             items = value._indices(), value._values()
         elif is_composed(value):
             items = inner_tensors(value).values()
-        elif value.numel() and not value.is_meta:
-            yield Holding(part, name, value, value.dtype, workspace, in_tree)
+        elif local_of(value).numel() and not value.is_meta:
+            yield Holding(part, name, local_of(value), value.dtype, workspace, in_tree)
     elif isinstance(value, Mapping):
         items = value.values()
     elif isinstance(value, list | tuple | set | frozenset | deque):  # To iterate over other objects may change them.
@@ -139,8 +147,9 @@ def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def plain_name(name: str) -> str:
     """Returns the name that zckpt uses for what ``name`` names in a module. torch.compile adds the name of its wrapper,
-    ``_orig_mod``, to the names in every compiled submodule, and zckpt removes it."""
-    return ".".join(component for component in name.split(".") if component != "_orig_mod")
+    ``_orig_mod``, to the names in every compiled submodule, and torch's ``checkpoint_wrapper`` does so with every
+    module whose activations are recomputed. zckpt removes both."""
+    return ".".join(component for component in name.split(".") if component not in _WRAPPERS)
 
 
 def _by_first_name(named: Iterable[tuple[str, T]]) -> tuple[dict[str, T], dict[str, str]]:

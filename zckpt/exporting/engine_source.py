@@ -70,7 +70,7 @@ class EngineSource:
         rank = np.repeat(np.arange(len(tables)), [len(table) for table in tables])
         fragment = np.concatenate([np.arange(len(table)) for table in tables])
         number, start, stop, dtype_number = np.concatenate(tables).T
-        order = np.lexsort((start, number))
+        order = _one_holder_each(number, start, stop, rank)
         columns = (number, rank, start, stop, fragment, np.zeros_like(number))
         self.held = StoredPieces(*(column[order] for column in columns))
         """The elements of each tensor that each rank holds, as ``plan_messages`` takes them."""
@@ -98,3 +98,14 @@ class EngineSource:
         with TemporaryDirectory() as folder:
             write_config(module, folder)
             yield folder
+
+
+def _one_holder_each(number: np.ndarray, start: np.ndarray, stop: np.ndarray, rank: np.ndarray) -> np.ndarray:
+    """Returns the rows of fragments that together have every element once, ordered by tensor and element. If several
+    ranks hold the same elements, they take turns from one fragment to the next. Each argument is a column."""
+    order = np.lexsort((rank, stop, start, number))
+    rows = np.stack((number, start, stop), axis=1)[order]
+    first = np.flatnonzero(np.r_[True, (rows[1:] != rows[:-1]).any(axis=1)][: len(rows)])
+    holders = np.diff(np.r_[first, len(rows)])
+    chosen: np.ndarray = order[first + np.arange(len(first)) % np.maximum(holders, 1)]
+    return chosen

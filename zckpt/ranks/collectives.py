@@ -270,7 +270,7 @@ def comparable(**arguments: object) -> dict[str, object]:
     """Returns the arguments of a call in a form that ``check_arguments`` can compare: plain values, and sorted lists
     for collections of names."""
     return {
-        name: value if value is None or isinstance(value, (str, bool)) else sorted(value)  # type: ignore[call-overload]
+        name: value if value is None or isinstance(value, (str, bool, int)) else sorted(value)  # type: ignore[call-overload]
         for name, value in arguments.items()
     }
 

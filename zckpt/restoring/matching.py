@@ -50,6 +50,16 @@ class Match:
         return [key for key in self.differences if key not in self.zeroed]
 
     @property
+    def converted(self) -> list[str]:
+        """The master weights and moments of the engine that get another dtype than they have in the checkpoint."""
+        keys = {fragment.key: fragment for fragment in self.wanted if fragment.part not in (PARAM, BUFFER)}
+        return [
+            key
+            for key, fragment in keys.items()
+            if key in self.sources and self.sources[key].dtype != TORCH_DTYPES[fragment.dtype]
+        ]
+
+    @property
     def weights_kept(self) -> frozenset[str]:
         """The names of the parameters whose weights keep their values."""
         return frozenset(key.partition("/")[2] for key in self.kept if _is_weight(key))
@@ -128,10 +138,12 @@ def match(
 
 def _difference(info: TensorInfo, fragment: Fragment) -> Difference | None:
     """Returns why a stored tensor cannot be read into a fragment, or None if it can. Weights and buffers of the dtype
-    in which a model computes may be converted. Tensors that the optimizer updates may not."""
+    in which a model computes may be converted. Tensors that the optimizer updates may be converted between fp32 and the
+    16-bit dtypes, because an engine without separate master weights updates weights of 16 bits."""
     dtype = TORCH_DTYPES[fragment.dtype]
     floating = dtype.is_floating_point and info.dtype.is_floating_point
-    converts = floating and not {fragment.part, info.part}.isdisjoint((PARAM, BUFFER))
+    computed = not {fragment.part, info.part}.isdisjoint((PARAM, BUFFER))
+    converts = floating and (computed or {dtype.itemsize, info.dtype.itemsize} == {2, 4})
     if info.shape == fragment.shape and (converts or info.dtype == dtype):
         return None
     there, here = f"{info.dtype} {list(info.shape)}", f"{dtype} {list(fragment.shape)}"

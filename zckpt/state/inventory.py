@@ -69,6 +69,9 @@ class Fragment:
     tier: Tier = Tier.DEVICE
     copy: int = 0
     data: torch.Tensor | FileRange | None = field(default=None, compare=False, repr=False)
+    replicated: str = field(default="", compare=False)
+    """The label of the set of replicas to which this fragment belongs, or an empty text if no other rank holds any of
+    its elements. ``plan.replicas`` describes such sets."""
 
     @property
     def key(self) -> str:

@@ -16,6 +16,7 @@ from zckpt.format import names, tree
 from zckpt.format.digest import digest
 from zckpt.format.names import Tier
 from zckpt.offloading.away import where_it_is
+from zckpt.plan.replicas import layout_digest
 from zckpt.state.inventory import BUFFER, PARAM, RESERVED_PARTS, STATE, Fragment
 from zckpt.state.lineage import Use, use_of
 from zckpt.transfer.devices import synchronize
@@ -53,6 +54,18 @@ class Collected:
     """What the checkpoint can be used for."""
     unsaved: tuple[str, ...]
     """As in ``Inventory``."""
+    replicas: dict[str, dict[str, bytes]]
+    """The digest of each fragment that other ranks may hold too, by its set of replicas and its key. It is empty for
+    values in files, because they are not read for it."""
+
+    def sets(self) -> list[tuple[bytes, bytes]]:
+        """Returns for each set of replicas the digest of its layout, and that of its values. The latter is empty if
+        some of the values are in files."""
+        sets = []
+        for label, digests in self.replicas.items():
+            layout = layout_digest(f for f in self.fragments if f.replicated == label and f.key in digests)
+            sets.append((layout, digest(b"".join(digests.values())) if all(digests.values()) else b""))
+        return sets
 
 
 def collect(adapter: EngineAdapter, options: WriteOptions) -> Collected:
@@ -75,8 +88,9 @@ def collect(adapter: EngineAdapter, options: WriteOptions) -> Collected:
     all_weights = options.parts is not None and PARAM in options.parts
     use = use_of(wanted, adapter.parts, trains=adapter.trains, all_weights=all_weights)
     return Collected(
-        fragments, inventory.aliases, state, rank_state, scalars, _digests(fragments), left_out, use, inventory.unsaved
-    )
+        fragments, inventory.aliases, state, rank_state, scalars, _digests(fragments), left_out, use,
+        inventory.unsaved, _digests_of_replicas(fragments),
+    )  # fmt: skip
 
 
 def tensors_of(fragments: Iterable[Fragment]) -> Iterator[torch.Tensor]:
@@ -249,3 +263,13 @@ def _digests(fragments: Iterable[Fragment]) -> dict[str, bytes]:
     """Returns the digest of each buffer, by its key."""
     buffers = [(f.key, f.data) for f in fragments if f.part == BUFFER]
     return {key: values_digest(data) for key, data in buffers if isinstance(data, torch.Tensor)}
+
+
+def _digests_of_replicas(fragments: Iterable[Fragment]) -> dict[str, dict[str, bytes]]:
+    """Returns ``Collected.replicas``."""
+    digests: dict[str, dict[str, bytes]] = {}
+    for f in fragments:
+        if f.replicated and f.start < f.stop:
+            value = values_digest(f.data) if isinstance(f.data, torch.Tensor) else b""
+            digests.setdefault(f.replicated, {})[f.key] = value
+    return digests

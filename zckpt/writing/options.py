@@ -29,6 +29,7 @@ def check_counts(**counts: int | None) -> None:
 class WriteOptions:
     """The arguments of ``zckpt.write``, whose docstring explains them, and some that an attached engine needs."""
 
+    step: int | None = None
     parts: Collection[str] | None = None
     exclude: Collection[str] = ()
     client_state: Mapping[str, Any] | None = None
@@ -96,8 +97,9 @@ class WriteOptions:
     def common(self, path: str) -> dict[str, object]:
         """Returns the arguments that have to be the same on every rank."""
         return comparable(
-            path=path, parts=self.parts, exclude=self.exclude, overwrite=self.overwrite, latest=self.latest,
-            pending_gradients=self.pending_gradients, background=self.background, snapshot=self.snapshot,
+            path=path, step=self.step, parts=self.parts, exclude=self.exclude, overwrite=self.overwrite,
+            latest=self.latest, pending_gradients=self.pending_gradients, background=self.background,
+            snapshot=self.snapshot,
             reuse=None if self.reuse is None else str(self.reuse), node_local=self.node_local,
             copy_to=None if self.copy_to is None else str(Location.of(self.copy_to).absolute()),
         )  # fmt: skip

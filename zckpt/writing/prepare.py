@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgpack
 import torch
 
-from zckpt.engines import adapt
+from zckpt.engines import adapt, set_step
 from zckpt.engines.history import claim, history_of, note_write, run_id_of_next_write
 from zckpt.engines.peft import adapter_configs
 from zckpt.engines.registered import with_registered
@@ -23,6 +23,7 @@ from zckpt.listing.runs import latest_name, refuse_place
 from zckpt.offloading.away import away
 from zckpt.plan import catalog
 from zckpt.plan.layout import plan_data_files
+from zckpt.plan.replicas import Share, own_shares
 from zckpt.ranks.collectives import check_arguments
 from zckpt.state.lineage import Lineage
 from zckpt.storage.location import Location
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 
     from zckpt.plan.layout import DataFilePlan
     from zckpt.ranks.collectives import Ranks
+    from zckpt.state.inventory import Fragment
     from zckpt.storage.contract import Store
     from zckpt.storage.location import StrPath
     from zckpt.writing.options import WriteOptions
@@ -76,6 +78,8 @@ class Facts(NamedTuple):
     """The identity of the run that the checkpoint belongs to. Only rank 0 tells it."""
     sample: bytes
     """The digest of ``EngineAdapter.sample``."""
+    replicas: Sequence[tuple[bytes, bytes]]
+    """As ``Collected.sets`` returns them."""
 
 
 class Planned(NamedTuple):
@@ -92,6 +96,9 @@ class Planned(NamedTuple):
     replaced: Mapping[str, str]
     left_out: Mapping[str, str]
     """What of the trees of the rank is not kept as it is, as in ``Changes``."""
+    replicas: Mapping[bytes, Mapping[str, bytes]]
+    """For each set of replicas that is not the same on all ranks that hold it: the digests of its fragments by key. The
+    key of the set is the digest of its layout."""
 
 
 class Preparation:
@@ -117,6 +124,8 @@ class Preparation:
         adapter.refuse_unsupported(drop_gradients=dropped, leave_out=options.leave_out)
         if options.lazy:
             adapter.refuse_lazy()
+        if options.step is not None:
+            set_step(self._engine, options.step)
         path = f"checkpoints/global_step{adapter.step}" if self._path is None else self._path
         self._store = open_store(Location.of(path).absolute())
         self.run = self._store.parent if options.run is None else open_store(Location.of(options.run).absolute())
@@ -155,7 +164,7 @@ class Preparation:
         return Facts(
             options.common(self.target), digest(msgpack.packb(collected.scalars)), self._client_digest(),
             linux.boot_id() or platform.node(), collected.buffers if first else {}, self._lock.save_id if first else "",
-            earlier, history_of(self._engine).run_id, run_id, sample and digest(sample),
+            earlier, history_of(self._engine).run_id, run_id, sample and digest(sample), collected.sets(),
         )  # fmt: skip
 
     def _client_digest(self) -> bytes | None:
@@ -190,6 +199,7 @@ class Preparation:
         add_rank_tree(rank_state, collected.fragments, rank, self._changes, leave_out=options.leave_out)
         first = facts[0].buffers  # a replicated buffer is stored once
         fragments = [f for f in collected.fragments if f.copy == 0 or collected.buffers[f.key] != first.get(f.key)]
+        fragments, differing = self._shared_out(fragments, facts)
         save_id = facts[0].save_id
         planned = plan_data_files(fragments, save_id, rank, self._size, block_bytes=BLOCK_BYTES)
         data_files, same = self._reused(planned, facts[0].earlier)
@@ -205,8 +215,28 @@ class Preparation:
         data_bytes = sum(data_file.nbytes for data_file in data_files)
         return Planned(
             rank_record, collected.scalars if differ else {}, data_bytes, self.write.shared_bytes(),
-            self._changes.replaced, self._changes.left_out,
+            self._changes.replaced, self._changes.left_out, differing,
         )  # fmt: skip
+
+    def _shared_out(
+        self, fragments: Sequence[Fragment], facts: Sequence[Facts]
+    ) -> tuple[list[Fragment], dict[bytes, Mapping[str, bytes]]]:
+        """Returns the fragments that this rank writes, and ``Planned.replicas``."""
+        shares: dict[str, Share] = {}
+        differing: dict[bytes, Mapping[str, bytes]] = {}
+        for label, (layout, _) in zip(self._collected.replicas, self._collected.sets(), strict=True):
+            holders = [
+                (rank, values)
+                for rank, of_rank in enumerate(facts)
+                for other, values in of_rank.replicas
+                if other == layout
+            ]
+            shares[label] = Share([rank for rank, _ in holders].index(self._rank), len(holders))
+            if len({values for _, values in holders if values}) > 1:
+                differing[layout] = self._collected.replicas[label]
+                if self.options.leave_out:  # A mixture of values is the only thing that would be worse.
+                    shares[label] = replace(shares[label], count=1)
+        return own_shares(fragments, shares), differing
 
     def _reused(
         self, data_files: Sequence[DataFilePlan], earlier: str
@@ -244,6 +274,12 @@ class Preparation:
                 raise error
             if self._rank == 0:
                 warn(f"{error.message}: the checkpoint has that of rank 0, which every rank gets in a resume")
+        if any(of_rank.replicas for of_rank in plans):
+            error = _differing_replicas([of_rank.replicas for of_rank in plans])
+            if not self.options.leave_out:
+                raise error
+            if self._rank == 0:
+                warn(f"{error.message}: the checkpoint has the values of the first of these ranks")
         if self._rank:
             return ()
         self._tell_changes(plans)
@@ -364,4 +400,29 @@ def _differing(scalars: Sequence[Mapping[str, str]]) -> StateError:
     return StateError(
         f"{path} is {first.get(path)} on rank 0, {other.get(path)} on rank {differs}", key=path,
         hint="zckpt keeps one value for all ranks: have the optimizer compute it over all of them",
+    )  # fmt: skip
+
+
+def _differing_replicas(replicas: Sequence[Mapping[bytes, Mapping[str, bytes]]]) -> StateError:
+    """Returns the error for a tensor of which several ranks should hold the same values, and do not. ``replicas``: as
+    in ``Planned``, by rank."""
+    for layout in {layout: None for of_rank in replicas for layout in of_rank}:
+        holders = {rank: of_rank[layout] for rank, of_rank in enumerate(replicas) if layout in of_rank}
+        for key in next(iter(holders.values())):
+            known = {rank: digests[key] for rank, digests in holders.items() if digests[key]}
+            if len({*known.values()}) > 1:
+                return _differing_replica(key, known)
+    raise AssertionError("no replicas differ")
+
+
+def _differing_replica(key: str, known: Mapping[int, bytes]) -> StateError:
+    """Returns the error for one tensor. ``known``: the digest of its values on each rank that knows it."""
+    first = min(known)
+    other = next(values for values in known.values() if values != known[first])
+    ranks = [str(rank) for rank, values in known.items() if values == other]
+    return StateError(
+        f"{key} has other values on rank {first_few(ranks, 5)} than on rank {first}, "
+        "though these ranks hold the same elements of it", key=key,
+        hint="training keeps them equal: look for a rank that has loaded other weights, or does not take part in the "
+        "exchange of gradients",
     )  # fmt: skip

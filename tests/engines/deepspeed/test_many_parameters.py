@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from zckpt.engines.deepspeed import optimizer
-from zckpt.engines.deepspeed.group import RankGroup
-from zckpt.engines.deepspeed.stage0 import Unwrapped
+from zckpt.engines import optimizer
+from zckpt.engines.group import RankGroup
+from zckpt.engines.unwrapped import Unwrapped
 
 
 class Name(str):

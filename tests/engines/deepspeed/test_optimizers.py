@@ -16,7 +16,7 @@ import zckpt
 from tests.support.models import make_engine, train
 from tests.support.runs import AFTER, assert_at_rest, assert_same, everything, inner, plain
 from zckpt.engines.deepspeed import cpu_adam
-from zckpt.engines.deepspeed.flats import FlatBuffer
+from zckpt.engines.flats import FlatBuffer
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

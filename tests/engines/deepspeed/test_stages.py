@@ -26,8 +26,9 @@ from tests.support.runs import (
     write_and_go_on,
     write_whole,
 )
-from zckpt.engines.deepspeed import replicas
-from zckpt.engines.deepspeed.group import rank_group_of
+from zckpt.engines import replicas
+from zckpt.engines.group import rank_group_of
+from zckpt.plan.replicas import Share
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -271,7 +272,7 @@ def gather_shares(room: int) -> None:
     whole = [tensor.to(dtypes[n % 3]) for n, tensor in enumerate(whole)]
     mine = [torch.full_like(tensor, -1) for tensor in whole]
     for tensor, value in zip(mine, whole, strict=True):
-        start, stop = replicas.share(tensor.numel(), group)
+        start, stop = Share(group.rank, group.size).of(tensor.numel())
         tensor.view(-1)[start:stop] = value.view(-1)[start:stop]
     replicas.gathering(mine, group)()
     assert all(map(torch.equal, mine, whole))

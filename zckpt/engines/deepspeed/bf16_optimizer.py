@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from zckpt.engines.deepspeed.flats import consecutive
 from zckpt.engines.deepspeed.zero12 import Group, Zero12
+from zckpt.engines.flats import consecutive
 from zckpt.state.inventory import GRADIENT
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Bf16Optimizer(Zero12):
-    """Reads and restores DeepSpeed's ``BF16_Optimizer``. ``wrapper.Wrapper`` documents the members."""
+    """Reads and restores DeepSpeed's ``BF16_Optimizer``. ``Kind`` documents the members."""
 
     MEMORY: ClassVar = {GRADIENT: ("fp32_groups_gradients_flat",)}
 

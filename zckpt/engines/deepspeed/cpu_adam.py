@@ -23,12 +23,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zckpt.engines.deepspeed.optimizer import counts_together, inner
+from zckpt.engines.optimizer import counts_together, inner
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from zckpt.engines.deepspeed.flats import FlatBuffer
+    from zckpt.engines.flats import FlatBuffer
 
 NEGLIGIBLE = 2.0**-26
 """If beta^t is less than this, 1 - beta^t is 1 in fp32. Then the values of beta^t no longer change any result, and only

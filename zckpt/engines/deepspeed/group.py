@@ -1,42 +1,17 @@
-"""The ranks over which one engine is spread. Mostly these are all ranks of the job, but a job may train several
-models."""
+"""The ranks over which a DeepSpeed engine is spread."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class RankGroup:
-    """The ranks of one engine. They are numbered from 0 in the order of ``ranks``, and the adapter uses these
-    numbers."""
-
-    handle: dist.ProcessGroup | None
-    """The process group for collectives. None stands for all ranks of the job."""
-    rank: int
-    """The number of this rank within the group."""
-    ranks: tuple[int, ...]
-    """The numbers that the group's ranks have in the whole job."""
-
-    @property
-    def size(self) -> int:
-        """The number of ranks in the group."""
-        return len(self.ranks)
+from zckpt.engines.group import RankGroup, rank_group_of
 
 
-def rank_group_of(engine: Any) -> RankGroup:
+def group_of_engine(engine: Any) -> RankGroup:
     """Returns the ranks of a DeepSpeed engine."""
-    handle = process_group(engine)
-    return RankGroup(handle, dist.get_rank(handle), ranks_of(handle))
-
-
-def ranks_of(handle: dist.ProcessGroup | None) -> tuple[int, ...]:
-    """Returns the numbers that the ranks of a process group have in the whole job. None stands for all ranks of the
-    job."""
-    return tuple(range(dist.get_world_size()) if handle is None else dist.get_process_group_ranks(handle))
+    return rank_group_of(process_group(engine))
 
 
 def process_group(engine: Any) -> dist.ProcessGroup | None:

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zckpt.engines.deepspeed.group import rank_group_of, ranks_of
+from zckpt.engines.deepspeed.group import group_of_engine
 from zckpt.engines.deepspeed.wrapper import kind_of
+from zckpt.engines.group import ranks_of
 from zckpt.engines.tensors import persistent_buffers
 from zckpt.transfer.memory import not_plain
 from zckpt.transfer.torch_dtypes import DTYPE_NAMES
@@ -94,7 +95,7 @@ def _parallelism(engine: Any) -> Iterator[str]:
         if stages > 1 and not _is_a(engine, "PipelineEngine"):
             yield f"pipeline parallelism (mpu, {stages} stages)"
     sequence = getattr(engine, "seq_parallel_group", None)
-    if sequence is not None and not {*ranks_of(sequence)} <= {*rank_group_of(engine).ranks}:
+    if sequence is not None and not {*ranks_of(sequence)} <= {*group_of_engine(engine).ranks}:
         yield f"sequence parallelism over ranks {list(ranks_of(sequence))}, which ZeRO does not partition over"
     if getattr(getattr(engine._config, "expert_parallel_config", None), "enabled", False):
         yield "expert_parallel (AutoEP)"
@@ -130,7 +131,7 @@ def _parameters(engine: Any) -> Iterator[str]:
             return  # Whatever would divide it into the shares of the ranks might call code of its class.
     kind = kind_of(engine)
     if kind is not None:
-        yield from kind.unsupported(engine.optimizer, dict(engine.module.named_parameters()), rank_group_of(engine))
+        yield from kind.unsupported(engine.optimizer, dict(engine.module.named_parameters()), group_of_engine(engine))
 
 
 def _dtypes(engine: Any) -> Iterator[str]:

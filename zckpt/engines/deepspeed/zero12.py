@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from zckpt.engines.deepspeed import replicas
-from zckpt.engines.deepspeed.flats import FlatBuffer, consecutive, cut_together, foreign, momentum_of_muon
-from zckpt.engines.deepspeed.group import ranks_of
+from zckpt.engines import replicas
+from zckpt.engines.flats import FlatBuffer, consecutive, cut_together, foreign, momentum_of_muon
+from zckpt.engines.group import ranks_of
 from zckpt.engines.tensors import holdings
 from zckpt.format.names import Tier
 from zckpt.state.inventory import GRADIENT, MASTER, PARAM
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from zckpt.engines.deepspeed.group import RankGroup
+    from zckpt.engines.group import RankGroup
     from zckpt.state.inventory import Holding
 
 
@@ -46,7 +46,7 @@ class Group(NamedTuple):
 
 
 class Zero12(replicas.Replicated):
-    """Reads and restores DeepSpeed's ``DeepSpeedZeroOptimizer``. ``wrapper.Wrapper`` documents the members."""
+    """Reads and restores DeepSpeed's ``DeepSpeedZeroOptimizer``. ``Kind`` documents the members."""
 
     MEMORY: ClassVar = {
         MASTER: ("hp_params_pin_buffers",),

@@ -15,11 +15,11 @@ from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from zckpt.engines.deepspeed.flats import FlatBuffer, ParameterRange, cut_alone, cut_each, elements_of, foreign
-from zckpt.engines.deepspeed.group import ranks_of
-from zckpt.engines.deepspeed.kind import Kind
 from zckpt.engines.deepspeed.nvme import OptimizerFiles, ParameterFiles
 from zckpt.engines.deepspeed.zero12 import uses_muon
+from zckpt.engines.flats import FlatBuffer, ParameterRange, cut_alone, cut_each, elements_of, foreign
+from zckpt.engines.group import ranks_of
+from zckpt.engines.kind import Kind
 from zckpt.engines.tensors import holdings
 from zckpt.format.names import Tier
 from zckpt.state.inventory import GRADIENT, MASTER, PARAM, FileRange, Holding
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
     import torch
 
-    from zckpt.engines.deepspeed.group import RankGroup
+    from zckpt.engines.group import RankGroup
 
 
 class Partitioned(Kind):
     """Reads and restores DeepSpeed's ``DeepSpeedZeRoOffload``, which partitions weights and has no optimizer.
-    ``wrapper.Wrapper`` documents the members."""
+    ``Kind`` documents the members."""
 
     @classmethod
     def unsupported(cls, wrapper: Any, parameters: Mapping[str, Any], group: RankGroup) -> Iterator[str]:
@@ -102,7 +102,7 @@ class Partitioned(Kind):
 
 
 class Zero3(Partitioned):
-    """Reads and restores DeepSpeed's ``DeepSpeedZeroOptimizer_Stage3``. ``wrapper.Wrapper`` documents the members."""
+    """Reads and restores DeepSpeed's ``DeepSpeedZeroOptimizer_Stage3``. ``Kind`` documents the members."""
 
     MEMORY: ClassVar = {
         MASTER: ("hp_params_pin_buffers",),

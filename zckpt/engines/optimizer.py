@@ -15,6 +15,9 @@ tree of their rank, and ``"bound": ["factors"]`` in the entry of ``states`` name
 
     [{"params": ["a.weight", ...], "geometry": {...}, "values": {"factors": <tensor>}}, ...]
 
+For the classes in ``INTERCHANGEABLE``, ``"decoupled_weight_decay": True`` says whether the optimizer subtracts the
+weight decay from the weights, as AdamW does, or adds it to the gradients. It is missing if there is no weight decay.
+
 Muon leaves some parameters to another optimizer inside it, whose class is in ``"inner_class": "FusedAdam"``.
 
 A numpy scalar is kept as the number of Python that equals it. If it has fewer than 64 bits, arithmetic with it is less
@@ -34,16 +37,20 @@ import torch
 
 from zckpt.engines.composed import compose, decomposed, is_composed, is_decomposed, misfit
 from zckpt.engines.contract import without_left_out
-from zckpt.engines.deepspeed.flats import FlatBuffer, bound, geometry, is_bound, moments, numbers
+from zckpt.engines.flats import FlatBuffer, bound, geometry, is_bound, moments, numbers
 from zckpt.engines.tensors import set_in_place
 from zckpt.errors import FormatError, first_few
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
 
-INTERCHANGEABLE = frozenset({"FusedAdam", "DeepSpeedCPUAdam"})
-"""The classes of optimizers that have the same state. DeepSpeed chooses between them by the device to which the
-optimizer is offloaded."""
+INTERCHANGEABLE = frozenset({"FusedAdam", "DeepSpeedCPUAdam", "Adam", "AdamW"})
+"""The classes of optimizers that have the same state and do the same step, if they treat the weight decay alike: those
+of DeepSpeed, which chooses between them by the device to which the optimizer is offloaded, and those of torch."""
+
+KERNELS = frozenset({"foreach", "fused", "capturable", "differentiable"})
+"""The settings of torch's optimizers that choose how a step is computed, and not what it does. No restore sets
+them."""
 
 COUNTING_TOGETHER = frozenset({"FusedAdam"})
 """The classes of optimizers that count the steps of all tensors of a param group in one state only: that of the last
@@ -63,10 +70,30 @@ def inner(optimizer: Any) -> Any:
     return getattr(optimizer, "aux_optimizer", None)
 
 
+def class_name(optimizer: Any) -> str:
+    """Returns the name of the class of an optimizer."""
+    return str(getattr(optimizer, "class_name", type(optimizer).__name__))
+
+
+def _decouples(optimizer: Any) -> bool | None:
+    """Returns whether an optimizer of a class in ``INTERCHANGEABLE`` subtracts the weight decay from the weights, as
+    AdamW does, or adds it to the gradients. Returns None for other optimizers, and if there is no weight decay."""
+    if class_name(optimizer) not in INTERCHANGEABLE or not any(map(_decay, optimizer.param_groups)):
+        return None
+    if hasattr(optimizer, "adam_w_mode"):
+        return bool(optimizer.adam_w_mode)
+    default = class_name(optimizer) == "AdamW"  # Before torch 2.8, the param groups of AdamW do not say so.
+    return all(group.get("decoupled_weight_decay", default) for group in optimizer.param_groups if _decay(group))
+
+
+def _decay(group: Mapping[str, Any]) -> bool:
+    return bool(group.get("weight_decay"))
+
+
 def counts_together(optimizer: Any, group: int) -> bool:
     """Returns whether one state has the ``step`` for several tensors of a param group. This is so only at stage 0,
     because the other ZeRO stages let a group have only one tensor at a time."""
-    kind = type(inner(optimizer) or optimizer).__name__
+    kind = class_name(inner(optimizer) or optimizer)
     return kind in COUNTING_TOGETHER and len(optimizer.param_groups[group]["params"]) > 1
 
 
@@ -99,6 +126,8 @@ def capture(optimizer: Any, flats: Sequence[FlatBuffer]) -> dict[str, Any]:
             states.append(entry)
             candidates.append(entry)
         entry["params"].extend(flat.names)
+    decouples = _decouples(optimizer)
+    decay_entry = {} if decouples is None else {"decoupled_weight_decay": decouples}
     inner_entry = {} if inner(optimizer) is None else {"inner_class": type(inner(optimizer)).__name__}
     narrow = [
         [index, key, dtype]
@@ -107,7 +136,10 @@ def capture(optimizer: Any, flats: Sequence[FlatBuffer]) -> dict[str, Any]:
         if (dtype := _narrow_dtype(value)) is not None
     ]
     numpy_entry = {"numpy": narrow} if narrow else {}
-    return {"class": type(optimizer).__name__, **inner_entry, **numpy_entry, "param_groups": groups, "states": states}
+    return {
+        "class": class_name(optimizer), **decay_entry, **inner_entry, **numpy_entry, "param_groups": groups,
+        "states": states,
+    }  # fmt: skip
 
 
 def capture_bound(optimizer: Any, flats: Sequence[FlatBuffer]) -> list[dict[str, Any]]:
@@ -153,17 +185,25 @@ class Saved:
 
     ``bound``: what ``capture_bound`` returned on this same rank, or None if there was no such rank. ``kept``: the
     parameters whose weights are not restored. What was saved for them is ignored, as if the checkpoint did not have
-    them. ``keeps_settings``: as in ``Selection``.
+    them. ``keeps_settings``: as in ``Selection``. ``live_class``: the class of the optimizer that gets the state.
     """
 
     def __init__(
-        self, tree: Any, bound: Any = None, kept: Collection[str] = (), *, keeps_settings: bool = False
+        self,
+        tree: Any,
+        bound: Any = None,
+        kept: Collection[str] = (),
+        *,
+        keeps_settings: bool = False,
+        live_class: str | None = None,
     ) -> None:
         self._keeps_settings = keeps_settings
         self.left_out: set[str] = set()
         """The keys of the states that the save has left out. The engine keeps its own values of these."""
         has_no_class = isinstance(tree, Mapping) and tree.get("class", "") is None
         self.optimizer_class = None if has_no_class else _member(tree, "class", str, "optimizer")
+        self.decouples = tree.get("decoupled_weight_decay") if isinstance(tree, Mapping) else None
+        self._has_own_settings = None not in (self.optimizer_class, live_class) and self.optimizer_class != live_class
         self.inner_class = _member(tree, "inner_class", str, "optimizer") if "inner_class" in tree else None
         self.groups: list[Mapping[str, Any]] = [without_left_out(group) for group in _members(tree, "param_groups")]
         for entry in _member(tree, "numpy", list, "optimizer") if "numpy" in tree else ():
@@ -226,7 +266,11 @@ class Saved:
     def restores(self, key: str, live: Collection[str]) -> bool:
         """Returns whether the entry ``key`` of a param group is restored. ``live``: the entries that the live group
         has."""
-        return key != "params" and (not self._keeps_settings or key in COUNTED or key not in live)
+        if key == "params" or key in KERNELS:
+            return False
+        if self._has_own_settings and key not in live:  # Another class has settings that this one does not have.
+            return False
+        return not self._keeps_settings or key in COUNTED or key not in live
 
     def settings(
         self, names: Sequence[str], unknown: Collection[str], live: Collection[str] = ()
@@ -309,11 +353,18 @@ def problems(
     restored. ``unknown``: the parameters that ``saved`` need not have. Changes nothing."""
     reasons = []
     inner_class = None if inner(optimizer) is None else type(inner(optimizer)).__name__
-    classes = ((saved.optimizer_class, type(optimizer).__name__), (saved.inner_class, inner_class))
+    classes = ((saved.optimizer_class, class_name(optimizer)), (saved.inner_class, inner_class))
     for saved_class, live_class in classes:
         fits = saved_class == live_class or {saved_class, live_class} <= INTERCHANGEABLE
         if not fits and saved.optimizer_class is not None:
             reasons.append(f"optimizer: {saved_class} in the checkpoint, {live_class} in the engine")
+    decouples = _decouples(optimizer)
+    if not reasons and None not in (saved.decouples, decouples) and saved.decouples != decouples:
+        ways = {True: "subtracts it from the weights (AdamW)", False: "adds it to the gradients (Adam)"}
+        reasons.append(
+            f"weight decay: the optimizer of the checkpoint {ways[bool(saved.decouples)]}, that of the engine "
+            f"{ways[bool(decouples)]}"
+        )
     names = _by_group(flats)
     for index in range(len(optimizer.param_groups)):
         reasons += _settings(saved, index, names, unknown, optimizer)[1]
@@ -367,10 +418,20 @@ def restore(saved: Saved, optimizer: Any, flats: Sequence[FlatBuffer], unknown: 
             on_host = key == "step" and not (group.get("capturable") or group.get("fused"))
             device = torch.device("cpu") if on_host else flat.master.device
             place = compose if is_decomposed(value) else _placed
+            if key == "step" and saved.optimizer_class != class_name(optimizer) and state.get(key) is None:
+                value = _counted_as(value, optimizer)
             state[key] = place(value, state.get(key), device)
         for part in saved_state.moments:
             if part not in state:  # The flat buffer is only padding, or the checkpoint does not have its parameters.
                 state[part] = torch.zeros_like(flat.master, requires_grad=False)
+
+
+def _counted_as(step: Any, optimizer: Any) -> Any:
+    """Returns a number of steps as an optimizer of another class counts them: torch's in a tensor, all others in an
+    int."""
+    count = step.item() if isinstance(step, torch.Tensor) else step
+    in_tensor = hasattr(optimizer, "all") or type(optimizer).__module__.startswith("torch.optim")
+    return torch.tensor(float(count), dtype=torch.float32) if in_tensor else int(count)
 
 
 def _by_group(flats: Sequence[FlatBuffer]) -> dict[int, list[str]]:
@@ -433,6 +494,8 @@ def _placed(value: Any, present: Any, device: torch.device) -> Any:
     """Returns a copy of ``value`` whose tensors are on ``device``. If ``present`` is a tensor of the same shape and
     dtype, its memory is used for the copy.
 
+    A number and a tensor without dimensions are converted into each other, if ``present`` is of the other kind.
+
     A function stands for a tensor or an array that has not been read yet. If ``present`` is a numpy scalar that can
     have the value of a number of Python, so is the copy.
     """
@@ -442,7 +505,11 @@ def _placed(value: Any, present: Any, device: torch.device) -> Any:
         if isinstance(present, torch.Tensor) and present.shape == value.shape and present.dtype == value.dtype:
             set_in_place(present, value)
             return present
+        if type(present) in (int, float):  # Another class of the same optimizer counts in a number.
+            return type(present)(value.item())
         return value.detach().to(device, copy=True)
+    if isinstance(present, torch.Tensor) and type(value) in (int, float):
+        return present.fill_(value)
     if isinstance(value, (list, tuple)):
         alike = isinstance(present, (list, tuple)) and len(present) == len(value)
         items = zip(value, present if alike else [None] * len(value), strict=True)

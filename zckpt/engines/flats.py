@@ -1,12 +1,12 @@
-"""Flat buffers: the tensors in which every ZeRO stage keeps master weights and optimizer states.
+"""Flat buffers: the tensors in which an engine keeps master weights and optimizer states.
 
-A flat buffer belongs to one param group. Mostly it is 1-D, and holds the partitions of parameters one after another,
-with padding between or after them. What the optimizer keeps for a flat buffer is divided by shape. A tensor with the
-shape of the flat buffer is a *moment*: its elements have the same places as those of the master weights, so it can be
-cut anew for any other layout. Of all other values, single numbers have the same meaning for every flat buffer. Other
-tensors and collections are *bound* to one flat buffer, and have no meaning for a flat buffer that is cut in another
-way. So are tensors whose values are elsewhere, such as quantized moments, even if they have the shape of the flat
-buffer.
+A flat buffer belongs to one param group. With ZeRO it is mostly 1-D, and holds the partitions of parameters one after
+another, with padding between or after them. Elsewhere it is what a rank holds of one parameter. What the optimizer
+keeps for a flat buffer is divided by shape. A tensor with the shape of the flat buffer is a *moment*: its elements have
+the same places as those of the master weights, so it can be cut anew for any other layout. Of all other values, single
+numbers have the same meaning for every flat buffer. Other tensors and collections are *bound* to one flat buffer, and
+have no meaning for a flat buffer that is cut in another way. So are tensors whose values are elsewhere, such as
+quantized moments, even if they have the shape of the flat buffer.
 """
 
 from __future__ import annotations
@@ -120,6 +120,11 @@ class FlatBuffer:
     wider: Mapping[str, tuple[ParameterRange, ...]] = field(default_factory=dict)
     """For each moment that is 1-D and holds more elements than the flat buffer: the ranges of the parameters in that
     moment."""
+    replicated: str = ""
+    """As in ``Fragment``, for all fragments of this flat buffer."""
+    shares: tuple[ParameterRange, ...] | None = None
+    """The ranges that this rank reads in a restore, if it reads less than it holds, because other ranks read the
+    rest."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -151,17 +156,20 @@ class FlatBuffer:
                 for parameter_range in ranges
                 if parameter_range.start < parameter_range.stop
             )
-        return _fragments(ranges, part, dtype, data, tier)
+        return _fragments(ranges, part, dtype, data, tier, self.replicated)
 
     def wanted(self, part: str, dtype: torch.dtype, data: torch.Tensor | None = None) -> Iterator[Fragment]:
-        """Yields the fragments that this rank reads of ``part``. These are all elements that its memory holds, even if
-        other ranks write some of them."""
-        return _fragments(self.wider.get(part, self.ranges), part, dtype, data, Tier.DEVICE)
+        """Yields the fragments that this rank reads of ``part``. Without ``shares``, these are all elements that its
+        memory holds."""
+        return _fragments(self._read(part), part, dtype, data, Tier.DEVICE)
+
+    def _read(self, part: str) -> tuple[ParameterRange, ...]:
+        return self.wider.get(part, self.ranges if self.shares is None else self.shares)
 
     def expected(self, part: str, dtype: torch.dtype) -> Iterator[Fragment]:
         """Yields the same fragments as ``wanted``, without data, in an order that is the same on every rank. A
         parameter of which this rank reads no elements has a fragment without elements."""
-        read = {parameter_range.name: parameter_range for parameter_range in self.wider.get(part, self.ranges)}
+        read = {parameter_range.name: parameter_range for parameter_range in self._read(part)}
         for written in self.ranges:
             parameter_range = read.get(written.name, replace(written, stop=written.start))
             name, shape = parameter_range.name, parameter_range.shape
@@ -170,7 +178,12 @@ class FlatBuffer:
 
 
 def _fragments(
-    ranges: Iterable[ParameterRange], part: str, dtype: torch.dtype, data: torch.Tensor | FileRange | None, tier: Tier
+    ranges: Iterable[ParameterRange],
+    part: str,
+    dtype: torch.dtype,
+    data: torch.Tensor | FileRange | None,
+    tier: Tier,
+    replicated: str = "",
 ) -> Iterator[Fragment]:
     tier = Tier.NVME if isinstance(data, FileRange) else tier
     for parameter_range in ranges:
@@ -179,7 +192,7 @@ def _fragments(
             view = None if data is None else elements_of(data, parameter_range.offset, stop - start, dtype)
             name, shape = parameter_range.name, parameter_range.shape
             stored_dtype = dtype_name(dtype, f"{part}/{name}")
-            yield Fragment(part, name, shape, stored_dtype, start, stop, tier, data=view)
+            yield Fragment(part, name, shape, stored_dtype, start, stop, tier, replicated=replicated, data=view)
 
 
 def elements_of(data: torch.Tensor | FileRange, start: int, count: int, dtype: torch.dtype) -> torch.Tensor | FileRange:
@@ -217,7 +230,8 @@ def bound(flat: FlatBuffer, state: Mapping[str, Any]) -> dict[str, Any]:
 
 def geometry(flat: FlatBuffer) -> dict[str, Any]:
     """Returns, as a plain tree, everything that describes how a flat buffer is cut from the parameters."""
-    ranges = [[r.name, list(r.shape), r.start, r.stop, r.offset] for r in flat.ranges]
+    own = flat.ranges if flat.shares is None else flat.shares
+    ranges = [[r.name, list(r.shape), r.start, r.stop, r.offset] for r in own]
     return {"numel": flat.numel, "slots": ranges}
 
 

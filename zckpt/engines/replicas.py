@@ -1,7 +1,7 @@
-"""Wrappers that keep weights whole on every rank, and tensors of which every rank has a replica.
+"""Engines that keep weights whole on every rank, and tensors of which every rank has a replica.
 
-Each rank writes and restores one share of the elements of a replica, so each byte is written and read only once. All
-shares have the same length, which is rounded up, so the last shares may be shorter or empty.
+Each rank reads one share of the elements of a replica, so each byte is read only once, and the ranks exchange what they
+have read. ``plan.replicas`` describes the shares, and how a write chooses them.
 """
 
 from __future__ import annotations
@@ -11,17 +11,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zckpt.engines.deepspeed.flats import ParameterRange
-from zckpt.engines.deepspeed.kind import Kind
+from zckpt.engines.flats import ParameterRange
+from zckpt.engines.kind import Kind
 from zckpt.format.names import Tier
+from zckpt.plan.replicas import WHOLE, Share
 from zckpt.transfer.memory import lies_in_order
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
-    from zckpt.engines.deepspeed.group import RankGroup
+    from zckpt.engines.group import RankGroup
 
+EVERY_RANK = "every rank"
+"""The label of the set of those replicas that every rank of an engine holds."""
 GATHER_BYTES = 32 << 20
 """The largest number of bytes that one all-gather returns. It needs memory for these bytes, and for the bytes that this
 rank sends."""
@@ -29,7 +32,7 @@ rank sends."""
 
 class Replicated(Kind):
     """What the classes share that are for wrappers with whole weights on every rank. An engine without an optimizer
-    needs nothing else. ``wrapper.Wrapper`` documents the members."""
+    needs nothing else. ``Kind`` documents the members."""
 
     def __init__(self, wrapper: Any, parameters: Mapping[str, torch.nn.Parameter], group: RankGroup) -> None:
         super().__init__(wrapper, parameters, group)
@@ -45,15 +48,16 @@ class Replicated(Kind):
         return Tier.DEVICE
 
     def weight(self, name: str) -> tuple[ParameterRange, torch.Tensor]:
-        parameter = self._parameters[name]
-        start, stop = share(parameter.numel(), self._group)
-        return ParameterRange(name, tuple(parameter.shape), start, stop, 0), parameter.detach().view(-1)[start:stop]
+        return self._elements(name, WHOLE)
 
-    def before_restore(self) -> None:
-        pass
+    def replicated(self, name: str) -> str:
+        return EVERY_RANK if self._group.size > 1 else ""
+
+    def read_share(self, name: str) -> tuple[ParameterRange, torch.Tensor]:
+        return self._elements(name, self._share)
 
     def weight_in_memory(self, name: str) -> AbstractContextManager[torch.Tensor]:
-        return nullcontext(self.weight(name)[1])
+        return nullcontext(self.read_share(name)[1])
 
     def after_fill(self, weights: Collection[str]) -> None:
         self._gather = gathering(self._weights(weights), self._group)
@@ -61,16 +65,19 @@ class Replicated(Kind):
     def after_restore(self) -> None:
         self._gather()
 
+    @property
+    def _share(self) -> Share:
+        """The share of each replica that this rank reads."""
+        return Share(self._group.rank, self._group.size)
+
+    def _elements(self, name: str, share: Share) -> tuple[ParameterRange, torch.Tensor]:
+        parameter = self._parameters[name]
+        start, stop = share.of(parameter.numel())
+        return ParameterRange(name, tuple(parameter.shape), start, stop, 0), parameter.detach().view(-1)[start:stop]
+
     def _weights(self, names: Collection[str]) -> list[torch.Tensor]:
         """Returns the parameters that have these names."""
         return [parameter for name, parameter in self._parameters.items() if name in names]
-
-
-def share(numel: int, group: RankGroup) -> tuple[int, int]:
-    """Returns the range of elements ``[start, stop)`` of a replica that this rank writes and restores."""
-    length = -(-numel // group.size)
-    start = min(group.rank * length, numel)
-    return start, min(start + length, numel)
 
 
 def unsupported(parameters: Mapping[str, torch.Tensor]) -> Iterator[str]:

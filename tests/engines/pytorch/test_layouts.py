@@ -1,0 +1,204 @@
+"""States of PyTorch alone on several ranks: every layout restores into every other one, replicas are compared, and what
+cannot be saved is refused."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import zckpt
+from tests.support.torch_models import backward, held, make_state, train
+from zckpt.engines.pytorch.shards import span_of
+from zckpt.engines.tensors import local_of, plain_name
+from zckpt.testing.engine_definition import frozen
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.support.cluster import Cluster
+
+LAYOUTS = {"alone": 1, "ddp": 2, "fsdp": 3, "hsdp": 4, "tp": 4}
+"""The number of ranks of each layout."""
+
+
+def whole(state: zckpt.TrainState) -> dict[str, Any]:
+    """Returns every tensor of a state, gathered by torch."""
+
+    def gathered(tensor: torch.Tensor) -> torch.Tensor:
+        full: Any = tensor.detach()
+        return full.full_tensor() if isinstance(full, DTensor) else full.clone()
+
+    for module in state.model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    names: dict[Any, str] = {
+        weight: plain_name(name).removeprefix("module.") for name, weight in state.model.named_parameters()
+    }
+    tensors = {f"weight {name}": gathered(weight) for weight, name in names.items()}
+    for optimizer in state.optimizers:
+        for weight, of_weight in optimizer.state.items():
+            tensors |= {f"{key} {names[weight]}": gathered(value) for key, value in of_weight.items()}
+    return tensors
+
+
+def write_trained(path: str, setup: dict[str, Any]) -> dict[str, Any]:
+    state = make_state(**setup)
+    train(state, 3)
+    tensors = whole(state)
+    zckpt.write(state, path)
+    assert frozen(whole(state)) == frozen(tensors)
+    return tensors
+
+
+def restore_whole(path: str, setup: dict[str, Any], trained: int) -> dict[str, Any]:
+    state = make_state(**setup, seed=1)
+    train(state, trained)
+    zckpt.restore(state, path)
+    assert state.step == 3
+    tensors = whole(state)
+    train(state, 1)
+    assert frozen(whole(state)) != frozen(tensors)
+    return tensors
+
+
+@pytest.mark.parametrize("there", LAYOUTS)
+def test_every_layout_restores_into_every_other_one(cluster: Cluster, tmp_path: Path, there: str) -> None:
+    path = str(tmp_path / "c")
+    written = cluster.run(write_trained, LAYOUTS[there], path, {"layout": there})
+    assert zckpt.validate(path).ok
+    for number, (layout, ranks) in enumerate(LAYOUTS.items()):
+        for restored in cluster.run(restore_whole, ranks, path, {"layout": layout}, number % 2):
+            assert frozen(restored) == frozen(written[0])
+
+
+def spans() -> None:
+    """Compares the span of each rank with the numbers that its elements have in the whole tensor."""
+    ranks = dist.get_world_size()
+    meshes = [((ranks,), None)] + [((a, ranks // a), ("dp", "tp")) for a in range(2, ranks) if ranks % a == 0]
+    for shape, names in meshes:
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        for rows in range(1, 14):
+            module = nn.Linear(2, rows, bias=False)
+            numbers = torch.arange(rows * 2.0).reshape(rows, 2)
+            module.weight = nn.Parameter(numbers.clone())
+            if names:
+                module.weight = nn.Parameter(distribute_tensor(numbers, mesh["tp"], [Shard(0)]))
+            fully_shard(module, mesh=mesh["dp"] if names else mesh)
+            weight: Any = module.weight
+            start, stop = span_of(weight)
+            assert weight._local_tensor.detach().flatten().tolist() == [*range(start, stop)], (shape, rows)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 6])
+def test_the_span_of_a_rank_is_where_its_elements_are(cluster: Cluster, ranks: int) -> None:
+    cluster.run(spans, ranks)
+
+
+def refusals(path: str) -> None:
+    for layout in ("rows", "columns"):
+        with pytest.raises((zckpt.UnsupportedError, zckpt.RankError), match=r"another dimension than its first"):
+            zckpt.write(make_state(layout), path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Replicas of one rank are no sharding.
+        model = FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu"))
+    with pytest.raises((zckpt.UnsupportedError, zckpt.RankError), match=r"fully_shard"):
+        zckpt.write((model, torch.optim.AdamW(model.parameters())), path)
+
+
+def test_what_cannot_be_saved_is_refused_by_name(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.run(refusals, 4, str(tmp_path / "c"))
+    assert not (tmp_path / "c").exists()
+
+
+def write_differing(path: str, layout: str) -> str:
+    state = make_state(layout)
+    train(state, 1)
+    if dist.get_rank() == 1:
+        with torch.no_grad():
+            weight: Any = state.model.get_parameter("module.embed.weight" if layout == "ddp" else "blocks.1.norm.bias")
+            local_of(weight).view(-1)[-1] += 1
+    with pytest.raises(zckpt.StateError) as raised:
+        zckpt.write(state, path)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(("layout", "ranks", "key"), [("ddp", 3, "embed.weight"), ("tp", 4, "blocks.1.norm.bias")])
+def test_replicas_that_differ_are_an_error(cluster: Cluster, tmp_path: Path, layout: str, ranks: int, key: str) -> None:
+    for message in cluster.run(write_differing, ranks, str(tmp_path / "c"), layout):
+        assert f"master/{key} has other values on rank 1 than on rank 0" in message
+    assert not (tmp_path / "c").exists()
+
+
+def accumulate(path: str, layout: str) -> None:
+    """Checks that gradients which are not reduced yet are refused, and dropped by a restore."""
+    state = make_state(layout)
+    train(state, 1)
+    before = held(state)
+    zckpt.write(state, f"{path}/a")
+    assert isinstance(state.model, FSDPModule)
+    state.optimizers[0].zero_grad()
+    state.model.set_requires_gradient_sync(False)
+    backward(state, 1)
+    assert all(weight.grad is None for weight in state.model.parameters())
+    with pytest.raises((zckpt.UnsupportedError, zckpt.RankError), match=r"no step has used"):
+        zckpt.write(state, f"{path}/b")
+    zckpt.restore(state, f"{path}/a")
+    state.model.set_requires_gradient_sync(True)
+    assert frozen(held(state)) == frozen(before)
+    resumed = make_state(layout, seed=1)
+    zckpt.restore(resumed, f"{path}/a")
+    assert train(state, 2) == train(resumed, 2)
+    assert frozen(held(state)) == frozen(held(resumed))
+
+
+def test_gradients_that_are_not_reduced_yet_are_seen(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.run(accumulate, 2, str(tmp_path), "fsdp")
+
+
+def go_on(path: str, setup: dict[str, Any], options: dict[str, Any]) -> None:
+    through = make_state(**setup, **options, scheduler=True)
+    train(through, 2)
+    zckpt.write(through, path)
+    losses = train(through, 2)
+    resumed = make_state(**setup, **options, scheduler=True, seed=1)
+    zckpt.restore(resumed, path)
+    assert train(resumed, 2) == losses
+    assert frozen(held(resumed)) == frozen(held(through))
+
+
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+    {"reshard_after_forward": False},
+    {"mixed": True},
+)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_a_resumed_run_goes_on_bit_for_bit(cluster: Cluster, tmp_path: Path, options: dict[str, Any]) -> None:
+    cluster.run(go_on, 2, str(tmp_path / "c"), {"layout": "fsdp"}, options)
+
+
+def replicate_all(path: str) -> None:
+    """Writes a model of DTensors that every rank has whole."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    torch.manual_seed(0)
+    model = nn.Linear(3, 3)
+    for name, weight in [*model.named_parameters()]:
+        setattr(model, name, nn.Parameter(distribute_tensor(weight.detach(), mesh, [Replicate()])))
+    zckpt.write((model, torch.optim.SGD(model.parameters())), path)
+
+
+def test_replicated_tensors_are_written_once(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.run(replicate_all, 2, str(tmp_path / "c"))
+    checkpoint = zckpt.open(tmp_path / "c")
+    torch.manual_seed(0)
+    assert frozen(checkpoint.load()) == frozen({f"master/{k}": v for k, v in nn.Linear(3, 3).state_dict().items()})
+    assert {piece.rank for piece in checkpoint["master/weight"].pieces} == {0, 1}

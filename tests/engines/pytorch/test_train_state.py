@@ -1,0 +1,144 @@
+"""What a TrainState counts, refuses and keeps, in one process."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+
+import zckpt
+from tests.support.torch_models import OPTIMIZERS, Net, backward, held, make_state, train
+from zckpt.testing.engine_definition import frozen
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_the_steps_of_the_optimizer_are_counted_unless_the_user_counts(tmp_path: Path) -> None:
+    state = make_state("alone")
+    train(state, 3)
+    assert state.step == 3
+    assert zckpt.open(zckpt.write(state, tmp_path / "a")).step == 3
+    state.step = 10
+    train(state, 2)
+    assert state.step == 10
+    resumed = make_state("alone", seed=1)
+    zckpt.restore(resumed, tmp_path / "a")
+    train(resumed, 1)
+    assert resumed.step == 4
+
+
+def test_a_tuple_is_kept_as_one_state(tmp_path: Path) -> None:
+    made = make_state("alone", scheduler=True)
+    model = Net()
+    model.load_state_dict(made.model.state_dict())
+    optimizer = torch.optim.AdamW(model.parameters())
+    zckpt.write((model, optimizer), tmp_path / "a", step=7)
+    assert zckpt.open(tmp_path / "a").step == 7
+    other = Net()
+    resumed = torch.optim.AdamW(other.parameters())
+    zckpt.restore((other, resumed), tmp_path / "a")
+    assert frozen(other.state_dict()) == frozen(model.state_dict())
+    for group in resumed.param_groups:
+        for weight in group["params"]:
+            weight.grad = torch.ones_like(weight)
+    resumed.step()
+    zckpt.write((other, resumed), tmp_path / "b", pending_gradients="drop")
+    assert zckpt.open(tmp_path / "b").step == 8
+    with pytest.raises(TypeError, match=r"not a torch.nn.Module"):
+        zckpt.write((optimizer, model), tmp_path / "c")
+
+
+def test_a_state_ends_with_its_model() -> None:
+    state = make_state("alone")
+    reference = weakref.ref(state.model)
+    train(state, 1)
+    del state
+    gc.collect()
+    assert reference() is None
+
+
+@pytest.mark.parametrize("clearing", ["before", "after", "to zero"])
+def test_gradients_count_as_pending_only_until_a_step_has_used_them(tmp_path: Path, clearing: str) -> None:
+    state = make_state("alone")
+    (optimizer,) = state.optimizers
+    backward(state, 0)
+    with pytest.raises(zckpt.UnsupportedError, match="no step has used"):
+        zckpt.write(state, tmp_path / "a")
+    optimizer.step()
+    if clearing != "before":
+        optimizer.zero_grad(set_to_none=clearing == "after")
+    zckpt.write(state, tmp_path / "b")
+    if clearing == "before":
+        optimizer.zero_grad()
+    backward(state, 1)
+    with pytest.raises(zckpt.UnsupportedError, match="no step has used"):
+        zckpt.write(state, tmp_path / "c")
+    zckpt.write(state, tmp_path / "c", pending_gradients="drop")
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_resumed_run_goes_on_bit_for_bit_with_any_optimizer(tmp_path: Path, optimizer: str) -> None:
+    through = make_state("alone", optimizer=optimizer, scheduler=True)
+    train(through, 3)
+    zckpt.write(through, tmp_path / "a")
+    losses = train(through, 3)
+    resumed = make_state("alone", optimizer=optimizer, scheduler=True, seed=1)
+    zckpt.restore(resumed, tmp_path / "a")
+    assert train(resumed, 3) == losses
+    assert frozen(held(resumed)) == frozen(held(through))
+
+
+def test_several_optimizers(tmp_path: Path) -> None:
+    def make(seed: int) -> zckpt.TrainState:
+        torch.manual_seed(seed)
+        model = Net()
+        matrices = [weight for weight in model.parameters() if weight.ndim == 2 and weight.requires_grad]
+        others = [weight for weight in model.parameters() if weight.ndim != 2]
+        optimizers = torch.optim.Muon(matrices, lr=1e-2), torch.optim.AdamW(others, lr=1e-3)
+        return zckpt.TrainState(model, optimizers)
+
+    through = make(0)
+    train(through, 3)
+    zckpt.write(through, tmp_path / "a")
+    moments = {"exp_avg", "exp_avg_sq", "momentum_buffer"}
+    assert set(zckpt.open(tmp_path / "a").parts) == {"master", "param", "buffer", *moments}
+    losses = train(through, 2)
+    resumed = make(1)
+    zckpt.restore(resumed, tmp_path / "a")
+    assert train(resumed, 2) == losses
+    assert frozen(held(resumed)) == frozen(held(through))
+
+
+def test_a_model_without_an_optimizer_gets_the_weights(tmp_path: Path) -> None:
+    trained = make_state("alone")
+    train(trained, 2)
+    zckpt.write(trained, tmp_path / "a")
+    torch.manual_seed(1)
+    evaluated = zckpt.TrainState(Net())
+    zckpt.restore(evaluated, tmp_path / "a")
+    assert frozen(evaluated.model.state_dict()) == frozen(trained.model.state_dict())
+    zckpt.write(evaluated, tmp_path / "weights" / "b")
+    assert set(zckpt.open(tmp_path / "weights" / "b").parts) == {"param", "buffer"}
+
+
+def test_adam_and_adamw_are_told_apart_by_what_they_do(tmp_path: Path) -> None:
+    state = make_state("alone", optimizer="adamw")
+    train(state, 1)
+    zckpt.write(state, tmp_path / "a")
+    with pytest.raises(zckpt.MismatchError, match=r"subtracts it from the weights"):
+        zckpt.restore(make_state("alone", optimizer="adam"), tmp_path / "a")
+    alike = make_state("alone", optimizer="adam")
+    alike.optimizers[0].param_groups[0]["decoupled_weight_decay"] = True
+    zckpt.restore(alike, tmp_path / "a")
+
+
+@pytest.mark.parametrize("wrong", [("model", nn.Linear), ("optimizer", "AdamW")])
+def test_other_objects_are_refused(wrong: tuple[str, Any]) -> None:
+    arguments = {"model": nn.Linear(1, 1), "optimizer": None, wrong[0]: wrong[1]}
+    with pytest.raises(TypeError, match=wrong[0]):
+        zckpt.TrainState(**arguments)

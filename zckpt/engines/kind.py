@@ -1,0 +1,156 @@
+"""Where an engine keeps its state in memory: the base class of the classes that read and restore it, one for each kind
+of place. Such places are a wrapper that DeepSpeed has put around the optimizer, or the optimizer itself."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from zckpt.engines.flats import moments, part_of_state
+from zckpt.engines.tensors import holdings
+from zckpt.state.inventory import GRADIENT, MASTER, PARAM, Holding
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator, Mapping
+    from contextlib import AbstractContextManager
+
+    import torch
+
+    from zckpt.engines.flats import FlatBuffer, ParameterRange
+    from zckpt.engines.group import RankGroup
+    from zckpt.format.names import Tier
+    from zckpt.state.inventory import FileRange
+
+
+class Kind:
+    """Reads and restores the state in one kind of place. If ``unsupported`` yields a reason for an engine, the
+    behaviour of all other methods is undefined for it.
+
+    A restore calls ``before_restore``, ``after_masters``, ``flat_in_memory`` and ``weight_in_memory``, and
+    ``after_fill``. Once these have returned on every rank, it calls ``after_restore``.
+    """
+
+    flats: tuple[FlatBuffer, ...] = ()
+    """All flat buffers of this rank, in the same order on every rank."""
+    MEMORY: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    """For each part, the names of those attributes of the wrapper that are tensors or collections of tensors.
+    Attributes whose storages also belong to master weights, to their optimizer state or to parameters are left out.
+    Some versions of DeepSpeed do not have all of these attributes."""
+
+    def __init__(self, wrapper: Any, parameters: Mapping[str, torch.nn.Parameter], group: RankGroup) -> None:
+        """Changes nothing. ``wrapper``: the object that has the state. ``parameters``: those of the module, by name.
+        ``group``: the ranks of the engine."""
+        self._wrapper = wrapper
+        self._parameters: Mapping[str, Any] = parameters
+        self._group = group
+
+    @classmethod
+    def unsupported(cls, wrapper: Any, parameters: Mapping[str, Any], group: RankGroup) -> Iterator[str]:
+        """Yields the reasons why this layout of the parameters is not supported, with names of parameters. Changes
+        nothing."""
+        raise NotImplementedError
+
+    @classmethod
+    def has_gradients(cls, wrapper: Any) -> bool:
+        """Returns whether there are gradients that no optimizer step has used yet."""
+        return False
+
+    @staticmethod
+    def changes_only_in_step(wrapper: Any) -> bool:
+        """Returns whether master weights and moments change only in a step of the optimizer, and not in backward
+        passes."""
+        return True
+
+    @property
+    def optimizer(self) -> Any:
+        """The optimizer whose state has the master weights of the flat buffers as its keys. It is None if the engine
+        has no optimizer. Then there are no flat buffers either."""
+        return None
+
+    def tier(self, part: str) -> Tier:
+        """Returns the tier on which the tensors of ``part`` are, except for those in swap files."""
+        raise NotImplementedError
+
+    def weight(self, name: str) -> tuple[ParameterRange, torch.Tensor | FileRange]:
+        """Returns what this rank holds of a parameter, in the dtype that the model computes with: the range of the
+        elements, and the elements themselves. They are 1-D and share the memory of the parameter, or they are a range
+        of its swap file."""
+        raise NotImplementedError
+
+    def replicated(self, name: str) -> str:
+        """Returns the label of the set of replicas to which the weight of a parameter belongs, as in
+        ``FlatBuffer.replicated``."""
+        return ""
+
+    def read_share(self, name: str) -> tuple[ParameterRange, torch.Tensor | FileRange]:
+        """Returns what this rank reads of a parameter in a restore, as ``weight`` does. This is less than ``weight``
+        returns if other ranks read the rest, and ``after_restore`` exchanges what was read."""
+        return self.weight(name)
+
+    def memory(self) -> Iterator[Holding]:
+        """Returns what ``EngineAdapter.memory`` returns, but without the buffers of the module."""
+        for flat in self.flats:
+            name = next(iter(flat.names), "")
+            state = self.optimizer.state.get(flat.master, {})
+            fragments = {MASTER, GRADIENT, *moments(flat, state)}
+            for key, value in {MASTER: flat.master, **state, GRADIENT: flat.master.grad}.items():
+                file = flat.files.get(key)
+                part = part_of_state(key)
+                if file is None:
+                    yield from holdings(part, name, value, in_tree=part not in fragments)
+                else:
+                    yield Holding(part, name, file, flat.master.dtype)
+        for name, parameter in self._parameters.items():
+            yield from holdings(PARAM, name, parameter)
+            yield from holdings(GRADIENT, name, [parameter.grad, getattr(parameter, "grad_accum", None)])
+        for part, attributes in self.MEMORY.items():
+            for attribute in attributes:
+                yield from holdings(part, attribute, getattr(self._wrapper, attribute, None))
+
+    def settle(self) -> None:
+        """Waits until everything that is being read from files or written to files has been read or written."""
+
+    def after_write(self) -> None:
+        """Leaves exactly those weights gathered that the framework's own save leaves gathered. Collective."""
+
+    def before_restore(self) -> None:
+        """Brings back what the framework has moved away, and gives up copies that the restore would make outdated. Not
+        collective."""
+
+    def after_masters(self) -> None:
+        """Derives everything that depends only on those master weights of this rank that are in memory, and drops
+        gradients. It is called in a thread of its own once these master weights are filled, while moments are being
+        filled. Not collective."""
+
+    def flat_in_memory(self, flat: FlatBuffer) -> AbstractContextManager[FlatBuffer]:
+        """Returns a context in which a flat buffer that is in swap files is brought into memory, where the caller fills
+        it. At the end, everything that depends on it is derived, and it is written back. If the context ends by an
+        error, it is not written back."""
+        return nullcontext(flat)
+
+    def weight_in_memory(self, name: str) -> AbstractContextManager[torch.Tensor]:
+        """Returns a context whose value is memory for this rank's part of a weight that is in a swap file. The caller
+        fills the memory. At the end it is written to the file, unless the context ends by an error."""
+        raise NotImplementedError
+
+    def after_fill(self, weights: Collection[str]) -> None:
+        """Derives everything else that depends on this rank's master weights and moments, and allocates the memory that
+        ``after_restore`` needs. ``weights``: the names of those parameters without master weights that were restored.
+        They are the same on every rank. Not collective."""
+
+    def after_restore(self) -> None:
+        """Derives everything that depends on the master weights, moments and weights of other ranks. Collective. Before
+        the last exchange between the ranks, nothing in it can fail on one rank alone."""
+
+    @property
+    def _offloaded_states(self) -> frozenset[Any]:
+        """The states that DeepSpeed's offload_states() has moved to host memory, as members of its
+        ``OffloadStateTypeEnum``."""
+        return frozenset(getattr(self._wrapper, "offloaded_states", ()))
+
+    def _zero_master_gradients(self) -> None:
+        """Sets the gradients of the master weights to zero. If the optimizer is offloaded, DeepSpeed uses these tensors
+        as buffers for the gradients of the next step, so they must keep existing."""
+        for flat in self.flats:
+            if flat.master.grad is not None:
+                flat.master.grad.zero_()

@@ -1,0 +1,272 @@
+"""The part of an adapter that is the same for all engines that train a ``torch.nn.Module`` with a torch optimizer:
+names, moments, buffers and extra state. The adapter of a framework derives from ``ModuleAdapter``."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import cached_property
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+from zckpt.engines import optimizer
+from zckpt.engines.extra_state import ExtraState
+from zckpt.engines.flats import moments
+from zckpt.engines.tensors import dtype_name, holdings, named_parameters, persistent_buffers, some_bytes
+from zckpt.engines.trees import subtree
+from zckpt.format.names import Tier
+from zckpt.state.inventory import (
+    BUFFER,
+    EXTRA_STATE,
+    MASTER,
+    PARAM,
+    RESERVED_PARTS,
+    FileRange,
+    Fragment,
+    Holding,
+    Inventory,
+)
+from zckpt.transfer.devices import devices_of
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Iterator, Mapping
+
+    import torch
+
+    from zckpt.engines.contract import Stored
+    from zckpt.engines.flats import ParameterRange
+    from zckpt.engines.group import RankGroup
+    from zckpt.engines.kind import Kind
+
+
+class ModuleAdapter:
+    """Reads one engine on one rank. ``EngineAdapter`` documents its methods. The classes that derive from this one have
+    the methods that are missing here.
+
+    Make a new adapter for each write or restore, because it remembers where the engine keeps its tensors. Call
+    ``refuse_unsupported`` first: for an engine that it refuses, the behaviour of the other methods is undefined. The
+    public members that ``EngineAdapter`` does not have are for ``ModuleRestoring``.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+
+    @cached_property
+    def kind(self) -> Kind:
+        """The object that reads and restores the state where this engine keeps it."""
+        raise NotImplementedError
+
+    @cached_property
+    def group(self) -> RankGroup:
+        """The ranks of the engine."""
+        raise NotImplementedError
+
+    @property
+    def device(self) -> torch.device:
+        """The device on which the model computes."""
+        raise NotImplementedError
+
+    @property
+    def scheduler(self) -> Any:
+        """The scheduler of the learning rate, or None."""
+        raise NotImplementedError
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """The model without the wrappers around it."""
+        raise NotImplementedError
+
+    @property
+    def trains(self) -> bool:
+        return self.kind.optimizer is not None
+
+    @property
+    def devices(self) -> frozenset[torch.device]:
+        masters = (flat.master for flat in self.kind.flats)
+        weights = (self.kind.weight(name)[1] for name in self.parameters[0])
+        tensors = (data for data in weights if not isinstance(data, FileRange))
+        return frozenset({self.device, *devices_of(chain(tensors, self._all_buffers.values(), masters))})
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        return (*((MASTER,) if self.trains else ()), *self.live_moments, PARAM, BUFFER)
+
+    def inventory(self, parts: Collection[str] | None) -> Inventory:
+        available = self.parts
+        unknown = sorted(set(parts or ()) - set(available))
+        if unknown:
+            raise ValueError(f"the engine has no part {', '.join(unknown)}; it has {', '.join(available)}")
+        self.kind.settle()
+        buffers = self._all_buffers  # first, because a state_dict() may give weights other memory
+        fragments: list[Fragment] = []
+        for part in available:
+            if parts is not None and part not in parts:
+                continue
+            if part == BUFFER:
+                fragments += self.buffer_fragments(buffers)
+            elif part == PARAM:
+                fragments += self._weights(self.masterless if parts is None else self._in_memory_order)
+            else:
+                fragments += self._flat_fragments(part)
+        aliases = {**self.parameters[1], **self.buffers[1]}
+        return Inventory(tuple(fragments), aliases, frozenset(self.extra.tensors), tuple(self.extra.unsaved))
+
+    def sample(self) -> bytes:
+        return some_bytes([weight for weight in self.parameters[0].values() if weight.requires_grad])
+
+    def memory(self) -> Iterator[Holding]:
+        extra = self.extra.tensors  # first, as in ``inventory``
+        yield from self.kind.memory()
+        for name, buffer in chain(self.module.named_buffers(), extra.items()):
+            yield from holdings(BUFFER, name, buffer)
+
+    def needs_rank_state(self, state: Mapping[str, Any]) -> bool:
+        return state.get("optimizer") is not None and optimizer.Saved.has_bound(subtree(state, "optimizer"))
+
+    def wanted(self, stored: Mapping[str, Mapping[str, Stored]]) -> tuple[Fragment, ...]:
+        fragments: list[Fragment] = []
+        for flat in self.kind.flats:
+            fragments += flat.expected(MASTER, flat.master.dtype)
+        for part in dict.fromkeys((*self.live_moments, *sorted(set(stored) - RESERVED_PARTS))):
+            names = stored.get(part, {})
+            for flat in self.kind.flats:
+                live = moments(flat, self._state_of(flat.master)).get(part)
+                # If one parameter of the flat buffer has this moment, all of them must be filled: a moment that the
+                # checkpoint lacks must be reported, and not stay at zero.
+                if live is not None or not names.keys().isdisjoint(flat.names):
+                    like = next(names[name] for name in flat.names if name in names) if live is None else live
+                    # Moments of weights that are updated in 16 bits have the dtype of these weights.
+                    narrow = live is None and flat.master.dtype.itemsize < 4 and like.dtype.is_floating_point
+                    fragments += flat.expected(part, flat.master.dtype if narrow else like.dtype)
+        weights = self.weights_to_read(empty=True)
+        buffers = self.buffer_fragments(self.buffers[0], empty=True)
+        fragments += (replace(fragment, data=None) for fragment in chain(weights, buffers))
+        fragments += self._wanted_extra(stored)
+        return tuple(fragments)
+
+    def _wanted_extra(self, stored: Mapping[str, Mapping[str, Stored]]) -> Iterator[Fragment]:
+        """Yields a fragment for each tensor of the extra state. The shape and dtype are those that are stored, because
+        those that the module has now may be others."""
+        # DeepSpeed's files below stage 3 do not tell all of the extra state from frozen weights, so a conversion has
+        # put some of it into the part ``param``.
+        saved = {**stored.get(PARAM, {}), **stored.get(BUFFER, {})}
+        extra = {name: tensor for name, tensor in saved.items() if self._is_extra(name)}
+        for name, like in {**self.extra.tensors, **extra}.items():
+            dtype, numel = dtype_name(like.dtype, f"{BUFFER}/{name}"), math.prod(like.shape)
+            yield Fragment(BUFFER, name, tuple(like.shape), dtype, 0, numel, copy=self.group.rank)
+
+    def _is_extra(self, name: str) -> bool:
+        """Returns whether a module has extra state of this name, or would take it."""
+        known = name in self.parameters[0] or name in self.buffers[0]
+        return name in self.extra.tensors or (not known and self.extra.takes(name))
+
+    def unexpected(self, stored: Mapping[str, Collection[str]]) -> list[str]:
+        parameters = self.parameters[0].keys()
+        optimized = {name for flat in self.kind.flats for name in flat.names} if self.trains else parameters
+        places = {PARAM: parameters, BUFFER: self.buffers[0].keys()}
+        return [
+            f"{part}/{name}"
+            for part, names in stored.items()
+            for name in names
+            if name not in places.get(part, optimized) and not (part == BUFFER and self._is_extra(name))
+        ]
+
+    @cached_property
+    def parameters(self) -> tuple[dict[str, torch.nn.Parameter], dict[str, str]]:
+        """The parameters of the module by their first names, and for each other name of a tied parameter its first
+        name."""
+        return named_parameters(self.module)
+
+    @cached_property
+    def buffers(self) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+        """The persistent buffers of the module by their first names, and for each other name of a tied buffer its first
+        name."""
+        return persistent_buffers(self.module)
+
+    @cached_property
+    def extra(self) -> ExtraState:
+        """The state that modules add to their ``state_dict`` by themselves."""
+        (parameters, aliases), (buffers, more_aliases) = self.parameters, self.buffers
+        names = {*parameters, *aliases, *buffers, *more_aliases}
+        return ExtraState(self.module, names, [*parameters.values(), *buffers.values()])
+
+    @property
+    def _all_buffers(self) -> dict[str, torch.Tensor]:
+        return {**self.buffers[0], **self.extra.tensors}
+
+    @cached_property
+    def masterless(self) -> dict[str, None]:
+        """The names of the parameters that the optimizer does not update. They are frozen, were not given to it, or
+        have no elements."""
+        optimized = {name for flat in self.kind.flats for name in flat.names}
+        return {name: None for name in self.parameters[0] if name not in optimized}
+
+    @cached_property
+    def _in_memory_order(self) -> tuple[str, ...]:
+        """The names of all parameters, in the order in which their weights lie in memory."""
+        return (*(name for flat in self.kind.flats for name in flat.names), *self.masterless)
+
+    @property
+    def live_moments(self) -> tuple[str, ...]:
+        """The names of the moments that exist in memory or in swap files now."""
+        parts = (moments(flat, self._state_of(flat.master)) for flat in self.kind.flats)
+        return tuple(dict.fromkeys(part for flat_parts in parts for part in flat_parts))
+
+    def _state_of(self, master: torch.Tensor) -> dict[str, Any]:
+        """Returns what the optimizer keeps for a flat buffer. ``master``: the master weights of that flat buffer."""
+        state: dict[str, Any] = self.kind.optimizer.state.get(master, {})
+        return state
+
+    def trees_of_optimizer(self) -> dict[str, Any]:
+        """Returns the trees ``optimizer`` and ``scheduler`` of ``EngineAdapter.state``."""
+        scheduler = self.scheduler
+        return {
+            "optimizer": optimizer.capture(self.kind.optimizer, self.kind.flats),
+            "scheduler": None
+            if scheduler is None
+            else {"class": type(scheduler).__name__, "state": scheduler.state_dict()},
+        }
+
+    def tree_of_extra_state(self) -> dict[str, Any]:
+        """Returns the tree ``EXTRA_STATE``, if there is any extra state."""
+        return {EXTRA_STATE: sorted(self.extra.tensors)} if self.extra.tensors else {}
+
+    def _flat_fragments(self, part: str) -> Iterator[Fragment]:
+        """Yields the fragments that this rank writes of the master weights or of one moment."""
+        for flat in self.kind.flats:
+            data = flat.master if part == MASTER else moments(flat, self._state_of(flat.master)).get(part)
+            if data is not None:
+                yield from flat.fragments(part, data.dtype, flat.files.get(part, data), self.kind.tier(part))
+
+    def _weights(self, names: Iterable[str]) -> Iterator[Fragment]:
+        """Yields a fragment for what this rank holds of each weight, in the dtype that the model computes with."""
+        for name in names:
+            fragment = self._weight(*self.kind.weight(name), self.kind.replicated(name))
+            # No rank has elements of a tensor without elements, so rank 0 writes it.
+            if fragment.start < fragment.stop or (self.group.rank == 0 and 0 in fragment.shape):
+                yield fragment
+
+    def weights_to_read(self, *, empty: bool = False) -> Iterator[Fragment]:
+        """Yields a fragment for what this rank reads in a restore of each weight that has no master weight. ``empty``:
+        also yields a fragment without elements for each parameter of which other ranks read all elements."""
+        for name in self.masterless:
+            fragment = self._weight(*self.kind.read_share(name))
+            if fragment.start < fragment.stop or empty or (self.group.rank == 0 and 0 in fragment.shape):
+                yield fragment
+
+    def _weight(self, held: ParameterRange, data: torch.Tensor | FileRange, replicated: str = "") -> Fragment:
+        dtype = dtype_name(self.parameters[0][held.name].dtype, f"{PARAM}/{held.name}")
+        tier = Tier.NVME if isinstance(data, FileRange) else self.kind.tier(PARAM)
+        return Fragment(
+            PARAM, held.name, held.shape, dtype, held.start, held.stop, tier, replicated=replicated, data=data
+        )
+
+    def buffer_fragments(self, buffers: Mapping[str, torch.Tensor], *, empty: bool = False) -> Iterator[Fragment]:
+        """Yields a fragment for each of ``buffers``. ``empty``: as in ``param_fragments``. If the elements of a buffer
+        are not contiguous in memory, the ``data`` of its fragment is a copy."""
+        rank = self.group.rank
+        for name, buffer in buffers.items():
+            data = buffer.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+            if data.numel() or empty or rank == 0:
+                dtype = dtype_name(data.dtype, f"{BUFFER}/{name}")
+                yield Fragment(BUFFER, name, tuple(buffer.shape), dtype, 0, data.numel(), copy=rank, data=data)

@@ -1,0 +1,1 @@
+"""Training with PyTorch alone: one process, DistributedDataParallel, and FSDP2."""

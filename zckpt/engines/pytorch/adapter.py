@@ -1,0 +1,199 @@
+"""The ``EngineAdapter`` of a ``TrainState``: a model and its optimizer in one process, in ``DistributedDataParallel``,
+and with FSDP2."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from zckpt.engines import optimizer, rng
+from zckpt.engines.contract import Use
+from zckpt.engines.group import rank_group_of
+from zckpt.engines.hooks import call_before
+from zckpt.engines.module_adapter import ModuleAdapter
+from zckpt.engines.module_restoring import ModuleRestoring
+from zckpt.engines.pytorch.optimizers import Optimizers
+from zckpt.engines.pytorch.parameters import Parameters, drop_unsharded_gradients, reshard, unsharded_gradients
+from zckpt.engines.pytorch.shards import is_sharded
+from zckpt.engines.tensors import holdings, local_of, persistent_buffers, unwrapped
+from zckpt.engines.trees import COUNTERS, counters_of
+from zckpt.errors import UnsupportedError
+from zckpt.state.inventory import BUFFER, GRADIENT, PARAM
+from zckpt.transfer.torch_dtypes import DTYPE_NAMES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch.distributed import ProcessGroup
+
+    from zckpt.engines.bitsandbytes import Gathered
+    from zckpt.engines.contract import Selection
+    from zckpt.engines.group import RankGroup
+    from zckpt.state.inventory import Holding
+
+SUPPORTED = (
+    "supported: one process, DistributedDataParallel, and FSDP2 (torch.distributed.fsdp.fully_shard) with weights that "
+    "are cut in their first dimension"
+)
+
+
+class TorchAdapter(ModuleAdapter):
+    """Reads and restores one TrainState on one rank. ``EngineAdapter`` documents its methods."""
+
+    @staticmethod
+    def process_group(engine: Any) -> ProcessGroup | None:
+        group = getattr(engine.model, "process_group", None)
+        if not (dist.is_initialized() and isinstance(group, dist.ProcessGroup)):
+            return None
+        return None if group.size() == dist.get_world_size() else group
+
+    @property
+    def trees(self) -> tuple[str, ...]:
+        return ("counters", *(("optimizer", "scheduler") if self.trains else ()))
+
+    @property
+    def step(self) -> int:
+        return int(self.engine.step)
+
+    @property
+    def description(self) -> dict[str, str]:
+        sharded = [weight for weight in self.parameters[0].values() if is_sharded(weight)]
+        mode = "replicated" if self.group.size > 1 else "one process"
+        if sharded:
+            mode = f"sharded over {sharded[0].device_mesh}"  # type: ignore[attr-defined]
+        return {
+            "framework": f"torch {torch.__version__}",
+            "mode": mode,
+            "optimizer": optimizer.class_name(self.kind.optimizer) if self.trains else "none",
+        }
+
+    def refuse_unsupported(self, *, drop_gradients: bool = False, leave_out: bool = False) -> None:
+        reasons = [*self._unsupported()] or ([] if leave_out else self.extra.unsaved)
+        if reasons:
+            raise UnsupportedError(f"zckpt does not support this model: {'; '.join(reasons)}", hint=SUPPORTED)
+        if drop_gradients:
+            return
+        if self.engine.has_gradients() or next(unsharded_gradients(self.module), None) is not None:
+            raise UnsupportedError(
+                "the optimizer has gradients that no step has used yet",
+                hint='do this right after optimizer.step(), or pass pending_gradients="drop" to write without these '
+                "gradients",
+            )
+
+    def _unsupported(self) -> Iterator[str]:
+        """Yields the reasons why the model or its optimizer cannot be saved and restored completely."""
+        for name, module in self.engine.model.named_modules():
+            if type(module).__name__ == "FullyShardedDataParallel":
+                yield (
+                    f"{name or 'the model'} is a FullyShardedDataParallel (FSDP1): use "
+                    "torch.distributed.fsdp.fully_shard, which PyTorch recommends in its place"
+                )
+                return
+        yield from Parameters.unsupported(self._optimizers, self.parameters[0], self.group)
+        for name, tensor in (*self.parameters[0].items(), *self.buffers[0].items()):
+            if tensor.dtype not in DTYPE_NAMES:
+                yield f"{name} of dtype {tensor.dtype}, which safetensors does not know"
+                return
+        for name, buffer in persistent_buffers(self.module)[0].items():
+            if local_of(buffer).shape != buffer.shape:
+                yield f"{name}, which is a buffer that is cut"
+                return
+        scheduler = self.scheduler
+        if scheduler is not None and not (hasattr(scheduler, "state_dict") and hasattr(scheduler, "load_state_dict")):
+            yield f"a scheduler without state_dict() and load_state_dict(): {type(scheduler).__qualname__}"
+
+    def refuse_lazy(self) -> None:
+        pass
+
+    def sample(self) -> bytes:
+        # No rank has whole weights of a model that is sharded.
+        return f"sharded {self.engine.number}".encode() if self.engine.number else super().sample()
+
+    def memory(self) -> Iterator[Holding]:
+        yield from super().memory()
+        for gradient in unsharded_gradients(self.module):
+            yield from holdings(GRADIENT, "unsharded gradient", gradient)
+
+    def state(self) -> dict[str, Any]:
+        trees = {
+            "counters": {name: self.step if name == "global_steps" else 0 for name in COUNTERS},
+            **self.tree_of_extra_state(),
+        }
+        return trees | (self.trees_of_optimizer() if self.trains else {})
+
+    def rank_state(self) -> dict[str, Any]:
+        bound = optimizer.capture_bound(self.kind.optimizer, self.kind.flats) if self.trains else []
+        return {"rng": rng.capture(self.device), "optimizer": bound}
+
+    def after_write(self) -> None:
+        pass
+
+    def before_change(self, action: Callable[[], None]) -> None:
+        call_before(action, [(each, "step") for each in self.engine.optimizers])
+
+    def uses(self) -> Iterator[Use]:
+        for module in {id(module): module for module in (self.engine.model, self.module)}.values():
+            yield Use(module, "__call__", {PARAM, BUFFER}, "a call of the model")
+            for method in ("state_dict", "load_state_dict"):
+                yield Use(module, method, {PARAM, BUFFER})
+            # Conversions of a module, such as half, to and share_memory, call this method.
+            yield Use(module, "_apply", {PARAM, BUFFER}, "a conversion of the model")
+        for each in self.engine.optimizers:
+            yield Use(each, "zero_grad", {GRADIENT})
+            for method in ("step", "state_dict", "load_state_dict"):
+                yield Use(each, method)
+
+    def restoring(self, selection: Selection) -> TorchRestoring:
+        return TorchRestoring(self, selection)
+
+    @cached_property
+    def group(self) -> RankGroup:
+        return rank_group_of(self.process_group(self.engine))
+
+    @property
+    def device(self) -> torch.device:
+        weight = next(iter(self.parameters[0].values()), None)
+        return torch.device("cpu") if weight is None else local_of(weight).device
+
+    @property
+    def scheduler(self) -> Any:
+        return self.engine.scheduler
+
+    @property
+    def module(self) -> torch.nn.Module:
+        return unwrapped(self.engine.model)
+
+    @cached_property
+    def kind(self) -> Parameters:
+        return Parameters(self._optimizers, self.parameters[0], self.group)
+
+    @cached_property
+    def _optimizers(self) -> Optimizers | None:
+        return Optimizers(self.engine.optimizers) if self.engine.optimizers else None
+
+    @cached_property
+    def parameters(self) -> tuple[dict[str, torch.nn.Parameter], dict[str, str]]:
+        reshard(self.module)
+        return super().parameters
+
+    @cached_property
+    def buffers(self) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+        tensors, aliases = super().buffers
+        return {name: local_of(tensor) for name, tensor in tensors.items()}, aliases
+
+
+class TorchRestoring(ModuleRestoring):
+    """Puts one ``Selection`` into one TrainState on one rank. ``Restoring`` documents its methods."""
+
+    def _set_more_state(self) -> None:
+        drop_unsharded_gradients(self._adapter.module)
+        if "counters" in self._selection.state:
+            self._engine.restored(counters_of(self._selection.state)["global_steps"])
+
+    @property
+    def _gathered(self) -> Gathered:
+        return nullcontext  # No module of a plain model gathers its parameters.

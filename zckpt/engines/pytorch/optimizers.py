@@ -1,0 +1,97 @@
+"""The optimizers of a ``TrainState`` as one optimizer, whose state has the local tensors of DTensors.
+
+``engines/optimizer.py`` reads and sets the state of an optimizer by its flat buffers. Here a flat buffer is what this
+rank holds of one parameter. Torch keeps the state under the parameter itself, and if that is a DTensor, its moments are
+DTensors too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, MutableMapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from zckpt.engines.tensors import local_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+
+class Optimizers:
+    """One or several optimizers of torch. It has the attributes of an optimizer that ``engines/optimizer.py`` uses."""
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self.all = optimizers
+        self.param_groups: list[dict[str, Any]] = [group for each in optimizers for group in each.param_groups]
+        self.state = States(optimizers)
+
+    @property
+    def class_name(self) -> str:
+        """The name of the class of the optimizer, or the names of all of them."""
+        return ", ".join(type(each).__name__ for each in self.all)
+
+    def state_of(self, parameter: torch.Tensor) -> Mapping[str, Any]:
+        """Returns the state of a parameter, as torch keeps it."""
+        return next((each.state[parameter] for each in self.all if parameter in each.state), {})
+
+
+class States:
+    """The state of several optimizers, by the local tensor of each parameter."""
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self._parameters: dict[int, tuple[torch.optim.Optimizer, torch.Tensor]] = {}
+        self._locals: dict[int, torch.Tensor] = {}
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    local = local_of(parameter)
+                    self._locals[id(parameter)] = local
+                    self._parameters[id(local)] = optimizer, parameter
+
+    def local(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Returns what this rank holds of a parameter. This is always the same object, which is a key here."""
+        return self._locals[id(parameter)]
+
+    def get(self, local: torch.Tensor, default: Any = None) -> Any:
+        """Returns the state under a key, or ``default`` if there is none yet."""
+        optimizer, parameter = self._parameters[id(local)]
+        return LocalState(optimizer.state[parameter], parameter) if parameter in optimizer.state else default
+
+    def __getitem__(self, local: torch.Tensor) -> LocalState:
+        optimizer, parameter = self._parameters[id(local)]
+        return LocalState(optimizer.state[parameter], parameter)
+
+
+class LocalState(MutableMapping[str, Any]):
+    """What an optimizer keeps for one parameter. A DTensor is read as its local tensor. A tensor that is added with the
+    shape of the parameter's local tensor becomes a DTensor, if the parameter is one."""
+
+    def __init__(self, state: dict[str, Any], parameter: torch.Tensor) -> None:
+        self._state, self._parameter = state, parameter
+
+    def __getitem__(self, key: str) -> Any:
+        value = self._state[key]
+        return local_of(value) if isinstance(value, torch.Tensor) else value
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        parameter: Any = self._parameter
+        local = local_of(parameter)
+        if local is not parameter and isinstance(value, torch.Tensor) and value.shape == local.shape:
+            value = type(parameter.data).from_local(
+                value,
+                parameter.device_mesh,
+                parameter.placements,
+                run_check=False,
+                shape=parameter.shape,
+                stride=parameter.stride(),
+            )
+        self._state[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self._state[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._state)
+
+    def __len__(self) -> int:
+        return len(self._state)

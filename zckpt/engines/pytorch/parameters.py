@@ -1,0 +1,129 @@
+"""The state of a model whose parameters are whole tensors on every rank, DTensors, or both. This file has all code that
+uses private attributes of FSDP2."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from zckpt.engines.flats import FlatBuffer, ParameterRange, foreign
+from zckpt.engines.pytorch.shards import is_sharded, replica_set, span_of
+from zckpt.engines.tensors import local_of
+from zckpt.engines.unwrapped import ParamGroup, Unwrapped
+from zckpt.format.names import Tier
+from zckpt.transfer.memory import lies_in_order, not_plain
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator, Mapping
+
+    import torch
+
+    from zckpt.engines.group import RankGroup
+
+
+class Parameters(Unwrapped):
+    """Reads and restores parameters, and the ``Optimizers`` that update them. ``Kind`` documents the members."""
+
+    @classmethod
+    def unsupported(cls, wrapper: Any, parameters: Mapping[str, Any], group: RankGroup) -> Iterator[str]:
+        for name, parameter in parameters.items():
+            local = local_of(parameter)
+            why = not_plain(local)
+            if why is None and not lies_in_order(local):
+                why = "is not contiguous"
+            if why is None:
+                try:
+                    span_of(parameter)
+                except ValueError as error:
+                    why = str(error)
+            if why is not None:
+                yield f"{name}, which {why}"
+                return
+        if wrapper is not None:
+            yield from foreign(parameters, (p for param_group in wrapper.param_groups for p in param_group["params"]))
+
+    @property
+    def optimizer(self) -> Any:
+        return self._wrapper
+
+    def tier(self, part: str) -> Tier:
+        on_cpu = all(local_of(parameter).device.type == "cpu" for parameter in self._parameters.values())
+        return Tier.HOST if on_cpu else Tier.DEVICE
+
+    def weight(self, name: str) -> tuple[ParameterRange, torch.Tensor]:
+        parameter = self._parameters[name]
+        if not is_sharded(parameter):
+            return super().weight(name)
+        start, stop = span_of(parameter)
+        data = local_of(parameter).detach().view(-1)
+        return ParameterRange(name, tuple(parameter.shape), start, stop, 0), data
+
+    def replicated(self, name: str) -> str:
+        parameter = self._parameters[name]
+        if not is_sharded(parameter):
+            return super().replicated(name)
+        return replica_set(parameter, self._group.size)
+
+    def read_share(self, name: str) -> tuple[ParameterRange, torch.Tensor]:
+        return self.weight(name) if is_sharded(self._parameters[name]) else super().read_share(name)
+
+    def after_restore(self) -> None:
+        super().after_restore()
+        for parameter in self._parameters.values():
+            parameter.grad = None
+
+    def _weights(self, names: Collection[str]) -> list[torch.Tensor]:
+        return [weight for weight in super()._weights(names) if not is_sharded(weight)]
+
+    def _flat(self, param_group: ParamGroup) -> FlatBuffer:
+        (parameter,) = param_group.parameters
+        if not is_sharded(parameter):
+            return super()._flat(param_group)
+        held, _ = self.weight(self._names[id(parameter)])
+        label = replica_set(parameter, self._group.size)
+        return FlatBuffer(param_group.group, (held,), param_group.master, replicated=label)
+
+    @classmethod
+    def _param_groups(cls, wrapper: Any) -> Iterator[ParamGroup]:
+        for index, group in enumerate(() if wrapper is None else wrapper.param_groups):
+            for parameter in group["params"]:
+                if parameter.numel() and (parameter.requires_grad or wrapper.state_of(parameter)):
+                    yield ParamGroup(index, [parameter], wrapper.state.local(parameter))
+
+
+def reshard(model: torch.nn.Module) -> None:
+    """Lets the modules of an FSDP2 model have their sharded parameters. Between a forward pass and the next one, a
+    module may have whole tensors in their place, which would hide the sharded ones."""
+    for module in _fsdp_modules(model):
+        module.reshard()
+
+
+def drop_unsharded_gradients(model: torch.nn.Module) -> None:
+    """Drops the gradients that FSDP2 has accumulated on this rank and not reduced yet."""
+    for parameter in _fsdp_params(model):
+        parameter.unsharded_accumulated_grad = None
+        if hasattr(parameter, "_unsharded_param"):
+            parameter._unsharded_param.grad = None
+
+
+def unsharded_gradients(model: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """Yields the gradients that FSDP2 has accumulated on this rank and not reduced yet, because of
+    ``set_requires_gradient_sync(False)``. Meanwhile the gradients of the parameters are None."""
+    for parameter in _fsdp_params(model):
+        unsharded = getattr(parameter, "_unsharded_param", None)
+        for gradient in (parameter.unsharded_accumulated_grad, None if unsharded is None else unsharded.grad):
+            if gradient is not None:
+                yield gradient
+
+
+def _fsdp_params(model: torch.nn.Module) -> Iterator[Any]:
+    """Yields FSDP2's object for each parameter that it has sharded."""
+    for module in _fsdp_modules(model):
+        state = module._get_fsdp_state()
+        # Before torch 2.13, a module has only one group.
+        groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+        for group in groups:
+            yield from () if group is None else group.fsdp_params
+
+
+def _fsdp_modules(model: torch.nn.Module) -> list[Any]:
+    return [module for module in model.modules() if hasattr(module, "_get_fsdp_state")]

@@ -1,0 +1,70 @@
+"""Tensors of which several ranks hold the same elements, such as the weights of data parallelism.
+
+The fragments of a rank that other ranks may hold too are divided into *sets*, each with a label. Another rank either
+holds all fragments of a set, as a set with any label, or none of them. So the ranks find out who holds a set by
+comparing one digest of its layout, and whether all of them hold the same values by comparing a second digest. Each of
+the ranks that hold a set writes one share of the elements of each fragment, so that each byte is written once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import msgpack
+
+from zckpt.format.digest import digest
+from zckpt.state.inventory import FileRange
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from zckpt.state.inventory import Fragment
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """The part of a set of replicas that one rank writes: one of ``count`` equal shares of each fragment, numbered
+    from 0."""
+
+    number: int
+    count: int
+
+    def of(self, numel: int) -> tuple[int, int]:
+        """Returns the range of elements ``[start, stop)`` of a fragment with so many elements. All shares have the same
+        length, which is rounded up, so the last ones may be shorter or empty."""
+        length = -(-numel // self.count)
+        start = min(self.number * length, numel)
+        return start, min(start + length, numel)
+
+
+WHOLE = Share(0, 1)
+
+
+def layout_digest(fragments: Iterable[Fragment]) -> bytes:
+    """Returns a digest that is the same for two sets only if they have the same ranges of the same tensors."""
+    return digest(msgpack.packb([(f.key, f.shape, f.dtype, f.start, f.stop) for f in fragments]))
+
+
+def own_shares(fragments: Sequence[Fragment], shares: Mapping[str, Share]) -> list[Fragment]:
+    """Returns the fragments that this rank writes. ``fragments``: those that it holds. ``shares``: its share of each
+    set of replicas, by the label of the set."""
+    written = []
+    for fragment in fragments:
+        start, stop = shares.get(fragment.replicated, WHOLE).of(fragment.stop - fragment.start)
+        if start < stop or fragment.start == fragment.stop:  # Only one rank has the fragment of an empty tensor.
+            written.append(narrowed(fragment, start, stop))
+    return written
+
+
+def narrowed(fragment: Fragment, start: int, stop: int) -> Fragment:
+    """Returns the elements ``[start, stop)`` of a fragment, counted from its first element."""
+    if (start, stop) == (0, fragment.stop - fragment.start):
+        return fragment
+    data = fragment.data
+    if isinstance(data, FileRange):
+        item_bytes = data.nbytes // (fragment.stop - fragment.start)
+        data = data.narrow(start * item_bytes, (stop - start) * item_bytes)
+    elif data is not None:
+        data = data[start:stop]
+    return replace(fragment, start=fragment.start + start, stop=fragment.start + stop, data=data)
