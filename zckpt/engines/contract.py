@@ -5,9 +5,9 @@ A new framework needs a folder here with a class that has the methods of ``Engin
 ``zckpt.testing.EngineContract``. ``zckpt.testing.adapter`` is the shortest example.
 
 An engine is one object, and the table names its class. If a framework has a model and an optimizer but no object that
-holds both, the adapter's folder also has a class that holds them, as ``zckpt.TrainState`` does, and users pass an object
-of this class to zckpt. If the model is a ``torch.nn.Module`` and the optimizer is one of torch, the classes of an
-adapter derive from ``ModuleAdapter`` and ``ModuleRestoring``, and only say where the state is: a ``Kind``.
+holds both, the adapter's folder also has a class that holds them, as ``zckpt.TrainState`` does, and users pass an
+object of this class to zckpt. If the model is a ``torch.nn.Module`` and the optimizer is one of torch, the classes of
+an adapter derive from ``ModuleAdapter`` and ``ModuleRestoring``, and only say where the state is: a ``Kind``.
 
 The state is divided into *parts*, such as ``master`` and ``exp_avg``. ``zckpt.state.inventory`` describes each part,
 and what a ``Fragment`` is.
@@ -123,11 +123,11 @@ class EngineAdapter(Protocol):
 
         Together, the fragments of all ranks cover every tensor without a gap, and no element twice, except that several
         ranks may return the same fragment with a label in ``replicated``. Then a write compares the values of these
-        ranks, and each of them writes a share (see ``plan.replicas``). A buffer may differ from rank to rank: each rank returns all of it with its own rank as ``copy``, and a write
-        keeps the copies that differ from that of rank 0. Tensors that modules add to their ``state_dict`` by themselves
-        are buffers too. All fragments that are not of buffers have copy 0. One rank
-        may return several fragments with the same key. No fragment is empty, except that one rank returns an empty
-        fragment for a tensor without elements.
+        ranks, and each of them writes a share (see ``plan.replicas``). A buffer may differ from rank to rank: each rank
+        returns all of it with its own rank as ``copy``, and a write keeps the copies that differ from that of rank 0.
+        Tensors that modules add to their ``state_dict`` by themselves are buffers too. All fragments that are not of
+        buffers have copy 0. One rank may return several fragments with the same key. No fragment is empty, except that
+        one rank returns an empty fragment for a tensor without elements.
 
         Raises ValueError for a part that the engine does not have. The error names the parts that it has.
         """
