@@ -17,9 +17,8 @@ if TYPE_CHECKING:
 
 pytest.importorskip("torchdata.stateful_dataloader", reason="needs torchdata")
 
-EXAMPLE = "stateful_dataloader.py"
 
-
+@pytest.mark.parametrize("example", ["stateful_dataloader.py", "fsdp_run.py"])
 @pytest.mark.parametrize(
     ("steps", "seed"),
     [
@@ -28,15 +27,15 @@ EXAMPLE = "stateful_dataloader.py"
     ],
 )
 def test_a_run_that_is_killed_at_any_point_sees_the_same_samples_as_one_that_is_not(
-    cluster: Cluster, tmp_path: Path, steps: tuple[int, ...], seed: int
+    cluster: Cluster, tmp_path: Path, example: str, steps: tuple[int, ...], seed: int
 ) -> None:
     through, run = tmp_path / "through", tmp_path / "run"
-    cluster.run(run_example, 2, EXAMPLE, str(through), None, init=False)
+    cluster.run(run_example, 2, example, str(through), None, init=False)
     for ends in interruptions(steps, seed):
-        outcomes = cluster.outcomes(run_example, 2, EXAMPLE, str(run), ends, init=False, grace=2)
+        outcomes = cluster.outcomes(run_example, 2, example, str(run), ends, init=False, grace=2)
         assert outcomes[ends[0]].failed, "it was stopped"
         assert zckpt.validate(run).ok
-    cluster.run(run_example, 2, EXAMPLE, str(run), None, init=False)
+    cluster.run(run_example, 2, example, str(run), None, init=False)
     assert_goes_on_as_if_never_stopped(run, through, len(steps))
 
 

@@ -128,16 +128,17 @@ class ModuleAdapter:
         for flat in self.kind.flats:
             fragments += flat.expected(MASTER, flat.master.dtype)
         for part in dict.fromkeys((*self.live_moments, *sorted(set(stored) - RESERVED_PARTS))):
-            names = stored.get(part, {})
+            names, masters = stored.get(part, {}), stored.get(MASTER, {})
             for flat in self.kind.flats:
                 live = moments(flat, self._state_of(flat.master)).get(part)
                 # If one parameter of the flat buffer has this moment, all of them must be filled: a moment that the
                 # checkpoint lacks must be reported, and not stay at zero.
                 if live is not None or not names.keys().isdisjoint(flat.names):
                     like = next(names[name] for name in flat.names if name in names) if live is None else live
-                    # Moments of weights that are updated in 16 bits have the dtype of these weights.
-                    narrow = live is None and flat.master.dtype.itemsize < 4 and like.dtype.is_floating_point
-                    fragments += flat.expected(part, flat.master.dtype if narrow else like.dtype)
+                    dtype = like.dtype
+                    if live is None and dtype in {masters[name].dtype for name in flat.names if name in masters}:
+                        dtype = flat.master.dtype  # A moment that was saved in the dtype of its weight has it here too.
+                    fragments += flat.expected(part, dtype)
         weights = self.weights_to_read(empty=True)
         buffers = self.buffer_fragments(self.buffers[0], empty=True)
         fragments += (replace(fragment, data=None) for fragment in chain(weights, buffers))

@@ -142,3 +142,36 @@ def test_other_objects_are_refused(wrong: tuple[str, Any]) -> None:
     arguments = {"model": nn.Linear(1, 1), "optimizer": None, wrong[0]: wrong[1]}
     with pytest.raises(TypeError, match=wrong[0]):
         zckpt.TrainState(**arguments)
+
+
+@pytest.mark.parametrize(("there", "here"), [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)])
+def test_weights_that_are_updated_in_16_bits_are_converted_and_the_result_says_so(
+    tmp_path: Path, there: torch.dtype, here: torch.dtype
+) -> None:
+    def make(dtype: torch.dtype) -> zckpt.TrainState:
+        model = nn.Linear(8, 8).to(dtype)
+        return zckpt.TrainState(model, torch.optim.AdamW(model.parameters()))
+
+    def step(state: zckpt.TrainState) -> None:
+        weight = next(state.model.parameters())
+        state.model(torch.ones(1, 8, dtype=weight.dtype)).sum().backward()
+        state.optimizers[0].step()
+        state.optimizers[0].zero_grad()
+
+    written = make(there)
+    step(written)
+    zckpt.write(written, tmp_path / "c")
+    for trained in (False, True):
+        state = make(here)
+        if trained:
+            step(state)
+        converted = zckpt.restore(state, tmp_path / "c").converted
+        assert converted == dict.fromkeys(("master", "exp_avg", "exp_avg_sq"), ("weight", "bias"))
+        for ours, theirs in zip(state.model.parameters(), written.model.parameters(), strict=True):
+            assert ours.dtype == here
+            assert torch.equal(ours, theirs.to(here))
+            (moments, stored) = (s.optimizers[0].state[w] for s, w in ((state, ours), (written, theirs)))
+            assert torch.equal(moments["exp_avg"], stored["exp_avg"].to(here))
+        step(state)
+    same = make(there)
+    assert zckpt.restore(same, tmp_path / "c").converted == {}
