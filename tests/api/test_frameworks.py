@@ -22,6 +22,7 @@ from tests.support.launches import SCRIPTS, launch
 from tests.support.models import Mlp, Odd, make_engine, train
 from tests.support.runs import assert_same, tensors_of
 from zckpt.cli import main
+from zckpt.listing.trainer import Kind, kind_of
 
 if TYPE_CHECKING:
     from tests.support.cluster import Cluster
@@ -199,11 +200,22 @@ def test_a_trainer_resumes_bit_for_bit(tmp_path: Path, stage: int) -> None:
     assert_equal_checkpoints(through / "checkpoint-5", resumed / "checkpoint-5")
 
 
-@pytest.mark.matrix
-def test_accelerate_saves_and_loads_bit_for_bit(tmp_path: Path) -> None:
-    assert launch("accelerated.py", tmp_path, "save")
-    assert launch("accelerated.py", tmp_path, "load")
+def test_a_trainer_with_fsdp_resumes_bit_for_bit(tmp_path: Path) -> None:
+    through, resumed = tmp_path / "through", tmp_path / "resumed"
+    assert launch("trainer_fsdp.py", through, 5)
+    assert launch("trainer_fsdp.py", resumed, 5, through / "checkpoint-3")
+    assert json.loads((resumed / "losses.json").read_text()) == json.loads((through / "losses.json").read_text())
+    assert zckpt.diff(through / "checkpoint-5", resumed / "checkpoint-5").equal
+    assert kind_of(str(through / "checkpoint-3")) is Kind.FULL
+    assert not [*tmp_path.rglob("*.distcp")]
+
+
+@pytest.mark.parametrize("script", [pytest.param("accelerated.py", marks=pytest.mark.matrix), "accelerated_fsdp.py"])
+def test_accelerate_saves_and_loads_bit_for_bit(tmp_path: Path, script: str) -> None:
+    assert launch(script, tmp_path, "save")
+    assert launch(script, tmp_path, "load")
     assert zckpt.open(tmp_path / "state").step == 3
+    assert not [*tmp_path.rglob("*.distcp")]
     for rank in range(2):
         losses = json.loads((tmp_path / f"save-{rank}.json").read_text())
         assert len(losses) == 3

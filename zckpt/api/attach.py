@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 from contextlib import closing
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
 import torch.distributed as dist
 
-from zckpt.api import frameworks, zero_to_fp32
+from zckpt.api import accelerate_fsdp, frameworks, zero_to_fp32
 from zckpt.api.background import after_commit, wait_for
 from zckpt.api.open import open as open_path
 from zckpt.api.open import open_chosen
@@ -272,7 +273,8 @@ def detach(engine: Any) -> Any:
 
 
 def attach_all(*, on_attach: Callable[[Any], None] | None = None, **options: Unpack[_Options]) -> None:
-    """Attaches every engine that ``deepspeed.initialize`` returns from now on.
+    """Attaches every engine that ``deepspeed.initialize`` returns from now on, and every FSDP2 model that Accelerate or
+    Trainer prepares.
 
     This is for frameworks that create the engine themselves, such as Trainer, Accelerate and Lightning. Call it before
     they do, or start the script with ``zckpt run``. From then on:
@@ -280,10 +282,11 @@ def attach_all(*, on_attach: Callable[[Any], None] | None = None, **options: Unp
     - The functions of ``deepspeed.utils.zero_to_fp32`` also read the checkpoints of zckpt.
     - Trainer resumes only from complete checkpoints.
     - Trainer, Accelerate and Lightning remove an older checkpoint only when a newer one is complete.
+    - FSDP2 models that Accelerate saves with ``SHARDED_STATE_DICT`` are saved and loaded by zckpt.
 
-    DeepSpeed itself goes on to save and load an engine that zckpt does not support, and a warning says so.
+    DeepSpeed or Accelerate itself goes on to save and load what zckpt does not support, and a warning says so.
 
-    This imports DeepSpeed. Calling it a second time changes nothing.
+    This imports DeepSpeed, if it is installed. Calling it a second time changes nothing.
 
     Args:
         on_attach: a function that is called with each engine after it was attached.
@@ -292,7 +295,10 @@ def attach_all(*, on_attach: Callable[[Any], None] | None = None, **options: Unp
     Raises:
         ValueError: an option has a value that is not allowed.
     """
-    _write_options(**options)
+    accelerate_fsdp.take_over(_write_options(**options), options.get("settings", "checkpoint"), on_attach)
+    frameworks.replace_functions()
+    if importlib.util.find_spec("deepspeed") is None:
+        return
     import deepspeed
 
     original: Callable[..., Any] = deepspeed.initialize
@@ -315,7 +321,6 @@ def attach_all(*, on_attach: Callable[[Any], None] | None = None, **options: Unp
     setattr(initialize, _MARK, True)
     deepspeed.initialize = initialize
     zero_to_fp32.teach_deepspeed()
-    frameworks.replace_functions()
 
 
 def _save_checkpoint(

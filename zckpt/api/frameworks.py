@@ -13,7 +13,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zckpt.api import background
+from zckpt.api import accelerate_fsdp, background
 from zckpt.engines import group_of
 from zckpt.engines.hooks import workers_ignore
 from zckpt.engines.scheduler import SavedScheduler
@@ -426,7 +426,19 @@ _REPLACEMENTS: dict[str, tuple[str, dict[str, Callable[..., Any]]]] = {
             "on_train_end": _end_training,
         },
     ),
-    "accelerate.accelerator": ("Accelerator", {"save_state": _save_state, "load_state": _load_state}),
+    "accelerate.accelerator": (
+        "Accelerator",
+        {"save_state": _save_state, "load_state": _load_state, "prepare": accelerate_fsdp.prepare},
+    ),
+    "accelerate.utils.fsdp_utils": (
+        "",
+        {
+            "save_fsdp_model": accelerate_fsdp.save_model,
+            "save_fsdp_optimizer": accelerate_fsdp.save_optimizer,
+            "load_fsdp_model": accelerate_fsdp.load_model,
+            "load_fsdp_optimizer": accelerate_fsdp.load_optimizer,
+        },
+    ),
     **{
         f"{package}.strategies.strategy": ("Strategy", {"remove_checkpoint": _remove_checkpoint})
         for package in ("lightning.pytorch", "pytorch_lightning")

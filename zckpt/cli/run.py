@@ -88,7 +88,11 @@ def run(arguments: argparse.Namespace) -> int:
 
     def on_attach(engine: Any) -> None:
         attached.append(type(engine).__name__)
-        if len(attached) == 1 and engine.global_rank == 0:
+        if len(attached) > 1 or os.environ.get("RANK", "0") != "0":
+            return
+        if isinstance(engine, zckpt.TrainState):
+            _print("attached an FSDP2 model: from now on Accelerate saves and loads such models with zckpt")
+        else:
             _print(
                 f"attached a {attached[0]}: from now on every engine's save_checkpoint and load_checkpoint use zckpt"
             )
@@ -117,7 +121,10 @@ def run(arguments: argparse.Namespace) -> int:
     if attached:
         return 0
     if arguments.require_engine or os.environ.get("RANK", "0") == "0":
-        _print("nothing was attached: the script made no engine by deepspeed.initialize that zckpt supports")
+        _print(
+            "nothing was attached: the script made no engine by deepspeed.initialize, and no FSDP2 model by "
+            "Accelerate, that zckpt supports"
+        )
     return 2 if arguments.require_engine else 0
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from zckpt.engines.flats import FlatBuffer, ParameterRange, foreign
 from zckpt.engines.pytorch.shards import is_sharded, replica_set, span_of
 from zckpt.engines.tensors import local_of
@@ -14,8 +16,6 @@ from zckpt.transfer.memory import lies_in_order, not_plain
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
-
-    import torch
 
     from zckpt.engines.group import RankGroup
 
@@ -46,8 +46,10 @@ class Parameters(Unwrapped):
         return self._wrapper
 
     def tier(self, part: str) -> Tier:
-        on_cpu = all(local_of(parameter).device.type == "cpu" for parameter in self._parameters.values())
-        return Tier.HOST if on_cpu else Tier.DEVICE
+        offloaded = torch.accelerator.is_available() and all(
+            local_of(parameter).device.type == "cpu" for parameter in self._parameters.values()
+        )
+        return Tier.HOST if offloaded else Tier.DEVICE
 
     def weight(self, name: str) -> tuple[ParameterRange, torch.Tensor]:
         parameter = self._parameters[name]

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zckpt.engines.pytorch.shards import is_sharded
-from zckpt.engines.tensors import is_zero, local_of
+from zckpt.engines.tensors import is_zero, local_of, unwrapped
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _TRAIN_STATE = "_zckpt_train_state"
-"""The attribute of a model that has the ``TrainState`` which was made for it last."""
+"""The attribute of a model, without its wrappers, that has the ``TrainState`` which was made for it last."""
 SAMPLED_GRADIENTS = 16
 """How many gradients are looked at to find out whether there has been a backward pass since the last step."""
 
@@ -75,7 +75,7 @@ class TrainState:
             self._used = []
         if self.optimizers:
             self.optimizers[0].register_step_post_hook(_method(self, "_stepped"))
-        setattr(model, _TRAIN_STATE, self)
+        setattr(unwrapped(model), _TRAIN_STATE, self)
 
     @property
     def step(self) -> int:
@@ -123,10 +123,15 @@ class TrainState:
 
 def train_state_of(model: torch.nn.Module, optimizer: Any, scheduler: Any = None) -> TrainState:
     """Returns the TrainState that was made for these objects before, or else a new one. Raises TypeError."""
-    kept = getattr(model, _TRAIN_STATE, None)
-    if isinstance(kept, TrainState) and kept.scheduler is scheduler and kept.optimizers == _optimizers(optimizer):
+    kept = kept_state(model)
+    if kept is not None and kept.scheduler is scheduler and kept.optimizers == _optimizers(optimizer):
         return kept
     return TrainState(model, optimizer, scheduler)
+
+
+def kept_state(model: torch.nn.Module) -> TrainState | None:
+    """Returns the TrainState that was made for a model last, or None."""
+    return getattr(unwrapped(model), _TRAIN_STATE, None)
 
 
 def _optimizers(optimizer: Any) -> tuple[Any, ...]:
