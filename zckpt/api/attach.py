@@ -273,8 +273,7 @@ def detach(engine: Any) -> Any:
 
 
 def attach_all(*, on_attach: Callable[[Any], None] | None = None, **options: Unpack[_Options]) -> None:
-    """Attaches every engine that ``deepspeed.initialize`` returns from now on, and every FSDP2 model that Accelerate or
-    Trainer prepares.
+    """Attaches all engines of ``deepspeed.initialize``, and all FSDP2 models of Accelerate and Trainer, from now on.
 
     This is for frameworks that create the engine themselves, such as Trainer, Accelerate and Lightning. Call it before
     they do, or start the script with ``zckpt run``. From then on:

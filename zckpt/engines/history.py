@@ -31,6 +31,11 @@ class History:
     beside = False
     """Whether the engine writes to a directory to which another engine of this process writes, too."""
 
+    def __init__(self) -> None:
+        self.replicas: dict[str, tuple[tuple[int, int], bytes]] = {}
+        """For tensors of which other ranks hold replicas, by key: the address of the memory with the number of changes
+        that torch has counted, and a digest of the values. What has not changed is not read again."""
+
 
 def history_of(engine: object) -> History:
     """Returns the history of an engine."""

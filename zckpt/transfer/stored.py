@@ -103,3 +103,32 @@ def values_digest(tensor: torch.Tensor) -> bytes:
     count = PORTION_BYTES // flat.itemsize
     portions = (with_values(flat[first : first + count]).cpu() for first in range(0, flat.numel(), count))
     return digest(b"".join(digest(host_bytes(portion)) for portion in portions))
+
+
+def replica_digest(tensor: torch.Tensor) -> bytes:
+    """Returns a digest of the values of a contiguous 1-D tensor, to compare them with those of other ranks, whose
+    tensors are on the same kind of device. On a GPU, it is computed there, so that the values are not copied."""
+    if tensor.device.type != "cuda":
+        return values_digest(tensor)
+    return digest(host_bytes(weighted_sums(tensor).cpu()))
+
+
+def weighted_sums(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the sum of each portion of a contiguous 1-D tensor, as int64 on the device of the tensor. The terms of a
+    sum are the bytes of the portion, eight at a time as an int64, each multiplied by an odd number of its own. So if
+    one of these terms changes, the sum changes; if several do, the sum stays the same only by chance, once in 2^64
+    times."""
+    flat = tensor.detach().view(torch.uint8)
+    terms = -(-min(PORTION_BYTES, len(flat)) // 8)
+    factors = torch.arange(terms, dtype=torch.int64, device=tensor.device) * _FACTOR | 1
+    sums = []
+    for first in range(0, len(flat), PORTION_BYTES):
+        portion = flat[first : first + PORTION_BYTES]
+        # The copy begins at an address at which an int64 may lie.
+        words = torch.nn.functional.pad(portion, (0, -len(portion) % 8)).clone().view(torch.int64)
+        sums.append((words * factors[: len(words)]).sum())
+    return torch.stack(sums)
+
+
+_FACTOR = -7046029254386353131
+"""2^64 divided by the golden ratio, as a signed number. Its multiples are spread evenly over all numbers of 64 bits."""

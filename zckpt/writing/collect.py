@@ -21,7 +21,7 @@ from zckpt.state.inventory import BUFFER, PARAM, RESERVED_PARTS, STATE, Fragment
 from zckpt.state.lineage import Use, use_of
 from zckpt.transfer.devices import synchronize
 from zckpt.transfer.memory import check_fragments, check_memory
-from zckpt.transfer.stored import in_order, stored_range, values_digest
+from zckpt.transfer.stored import in_order, replica_digest, stored_range, values_digest
 from zckpt.transfer.torch_dtypes import DTYPE_NAMES
 from zckpt.writing.plain import Sieve, is_told, number, number_key, plain, plain_key
 
@@ -68,9 +68,11 @@ class Collected:
         return sets
 
 
-def collect(adapter: EngineAdapter, options: WriteOptions) -> Collected:
-    """Collects the state that ``options`` ask for. Raises ValueError, StateError, FormatError (N001, N003),
-    DeviceError, and the errors of the adapter."""
+def collect(
+    adapter: EngineAdapter, options: WriteOptions, replicas: dict[str, tuple[tuple[int, int], bytes]]
+) -> Collected:
+    """Collects the state that ``options`` ask for. ``replicas``: as in ``History``. Raises ValueError, StateError,
+    FormatError (N001, N003), DeviceError, and the errors of the adapter."""
     unknown = sorted(set(options.exclude) - set(adapter.parts))
     if unknown:
         raise ValueError(f"exclude: the engine has no part {', '.join(unknown)}; it has {', '.join(adapter.parts)}")
@@ -89,7 +91,7 @@ def collect(adapter: EngineAdapter, options: WriteOptions) -> Collected:
     use = use_of(wanted, adapter.parts, trains=adapter.trains, all_weights=all_weights)
     return Collected(
         fragments, inventory.aliases, state, rank_state, scalars, _digests(fragments), left_out, use,
-        inventory.unsaved, _digests_of_replicas(fragments),
+        inventory.unsaved, _digests_of_replicas(fragments, replicas),
     )  # fmt: skip
 
 
@@ -265,11 +267,27 @@ def _digests(fragments: Iterable[Fragment]) -> dict[str, bytes]:
     return {key: values_digest(data) for key, data in buffers if isinstance(data, torch.Tensor)}
 
 
-def _digests_of_replicas(fragments: Iterable[Fragment]) -> dict[str, dict[str, bytes]]:
-    """Returns ``Collected.replicas``."""
+def _digests_of_replicas(
+    fragments: Iterable[Fragment], known: dict[str, tuple[tuple[int, int], bytes]]
+) -> dict[str, dict[str, bytes]]:
+    """Returns ``Collected.replicas``. Uses and renews what is ``known``, as in ``History``."""
     digests: dict[str, dict[str, bytes]] = {}
     for f in fragments:
         if f.replicated and f.start < f.stop:
-            value = values_digest(f.data) if isinstance(f.data, torch.Tensor) else b""
-            digests.setdefault(f.replicated, {})[f.key] = value
+            digests.setdefault(f.replicated, {})[f.key] = _digest_of_replica(f, known)
     return digests
+
+
+def _digest_of_replica(fragment: Fragment, known: dict[str, tuple[tuple[int, int], bytes]]) -> bytes:
+    data = fragment.data
+    if not isinstance(data, torch.Tensor):
+        return b""
+    # Frozen weights do not change, and may be most of a model.
+    changes = None if data.is_inference() else (data.data_ptr(), data._version)
+    before = known.get(fragment.key)
+    if changes is not None and before is not None and before[0] == changes:
+        return before[1]
+    value = replica_digest(data)
+    if changes is not None:
+        known[fragment.key] = changes, value
+    return value

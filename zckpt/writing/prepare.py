@@ -136,7 +136,7 @@ class Preparation:
         changes = self._changes = Changes()
         if options.leave_out and options.client_state is not None:
             options = self.options = replace(options, client_state=kept_client_state(options.client_state, changes))
-        collected = self._collected = collect(adapter, options)
+        collected = self._collected = collect(adapter, options, history_of(self._engine).replicas)
         packed, earlier, run_id, first = b"", "", "", self._rank == 0
         if first:
             if collected.unsaved:
