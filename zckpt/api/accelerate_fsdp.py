@@ -46,10 +46,11 @@ class _Takeover:
 
 
 def take_over(options: WriteOptions, settings: str, on_attach: Callable[[Any], None] | None) -> None:
-    """Makes zckpt save and load the FSDP2 models of Accelerate from now on. ``options``: those of the writes.
-    ``settings``: as for ``zckpt.restore``. ``on_attach``: a function that is called with each new TrainState, or
-    None."""
-    _Takeover.options, _Takeover.settings, _Takeover.on_attach = options, settings, on_attach
+    """Makes zckpt save and load the FSDP2 models of Accelerate from now on. A second call changes nothing. ``options``:
+    those of the writes. ``settings``: as for ``zckpt.restore``. ``on_attach``: a function that is called with each new
+    TrainState, or None."""
+    if _Takeover.options is None:
+        _Takeover.options, _Takeover.settings, _Takeover.on_attach = options, settings, on_attach
 
 
 # These replace functions of Accelerate. All ranks call each of them.

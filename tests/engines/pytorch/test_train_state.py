@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -60,6 +62,16 @@ def test_a_state_ends_with_its_model() -> None:
     del state
     gc.collect()
     assert reference() is None
+
+
+def test_a_copy_of_the_model_has_no_copy_of_the_optimizer(tmp_path: Path) -> None:
+    state = make_state("alone")
+    train(state, 1)
+    averaged = copy.deepcopy(state.model)
+    assert not [held for held in gc.get_referrers(averaged) if isinstance(held, zckpt.TrainState)]
+    assert len(pickle.dumps(averaged)) < 2 * len(pickle.dumps(averaged.state_dict()))
+    zckpt.write((averaged, torch.optim.SGD(averaged.parameters())), tmp_path / "c")
+    assert "exp_avg" not in zckpt.open(tmp_path / "c").parts
 
 
 @pytest.mark.parametrize("clearing", ["before", "after", "to zero"])

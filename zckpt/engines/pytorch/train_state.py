@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _TRAIN_STATE = "_zckpt_train_state"
-"""The attribute of a model, without its wrappers, that has the ``TrainState`` which was made for it last."""
+"""The attribute of a model, without its wrappers, that has the ``_Kept`` of the TrainState which was made for it
+last."""
 SAMPLED_GRADIENTS = 16
 """How many gradients are looked at to find out whether there has been a backward pass since the last step."""
 
@@ -75,7 +76,7 @@ class TrainState:
             self._used = []
         if self.optimizers:
             self.optimizers[0].register_step_post_hook(_method(self, "_stepped"))
-        setattr(unwrapped(model), _TRAIN_STATE, self)
+        setattr(unwrapped(model), _TRAIN_STATE, _Kept(self))
 
     @property
     def step(self) -> int:
@@ -121,9 +122,20 @@ class TrainState:
                         yield local_of(parameter.grad)
 
 
+class _Kept:
+    """What a model has of its TrainState. A copy of the model, such as one for averaged weights, or one in a pickle,
+    has nothing of it. Otherwise it would have a copy of the optimizer too."""
+
+    def __init__(self, state: TrainState | None = None) -> None:
+        self.state = state
+
+    def __reduce__(self) -> tuple[type[_Kept], tuple[()]]:
+        return _Kept, ()
+
+
 def train_state_of(model: torch.nn.Module, optimizer: Any, scheduler: Any = None) -> TrainState:
     """Returns the TrainState that was made for these objects before, or else a new one. Raises TypeError."""
-    kept = kept_state(model)
+    kept = kept_state(model) if isinstance(model, torch.nn.Module) else None
     if kept is not None and kept.scheduler is scheduler and kept.optimizers == _optimizers(optimizer):
         return kept
     return TrainState(model, optimizer, scheduler)
@@ -131,7 +143,8 @@ def train_state_of(model: torch.nn.Module, optimizer: Any, scheduler: Any = None
 
 def kept_state(model: torch.nn.Module) -> TrainState | None:
     """Returns the TrainState that was made for a model last, or None."""
-    return getattr(unwrapped(model), _TRAIN_STATE, None)
+    kept: _Kept | None = getattr(unwrapped(model), _TRAIN_STATE, None)
+    return None if kept is None else kept.state
 
 
 def _optimizers(optimizer: Any) -> tuple[Any, ...]:
