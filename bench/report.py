@@ -24,6 +24,7 @@ ORDER = (
     "write_vs_peers",
     "restore_vs_deepspeed",
     "load_vs_peers",
+    "fsdp_vs_dcp",
     "masters_vs_zero_to_fp32",
     "export",
     "live_export",

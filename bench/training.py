@@ -405,6 +405,101 @@ def limited_load(group: MemoryGroup, directory: Path, nbytes: int, headroom_byte
     load_with_deepspeed(engine, directory / "deepspeed")
 
 
+def make_fsdp(nbytes: int, seed: int = 0, *, trained: bool = True) -> zckpt.TrainState:
+    """Returns an FSDP2 model in fp32 with AdamW, a stack of Linear layers with about ``nbytes`` of state on all ranks
+    together. If ``trained`` is true, it has taken one step, so that the moments exist."""
+    from torch.distributed.fsdp import fully_shard
+
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // dist.get_world_size()))
+    torch.manual_seed(seed)
+    width = 2048 if nbytes >= GIB // 2 else 256
+    layers = max(1, round(nbytes / BYTES_PER_PARAMETER / width**2))
+    model = torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False) for _ in range(layers)))
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    state = zckpt.TrainState(model, optimizer)
+    if trained:
+        model(torch.randn(1, width)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return state
+
+
+def save_with_dcp(state: zckpt.TrainState, path: Path, *, in_background: bool = False) -> Any:
+    """Saves as PyTorch's tutorial does. DCP makes its files durable itself. Returns the future of a save in the
+    background."""
+    from torch.distributed import checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    model, optimizer = get_state_dict(state.model, state.optimizers)
+    saved = {"model": model, "optimizer": optimizer}
+    return dcp.async_save(saved, checkpoint_id=path) if in_background else dcp.save(saved, checkpoint_id=path)
+
+
+def load_with_dcp(state: zckpt.TrainState, path: Path) -> None:
+    from torch.distributed import checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    model, optimizer = get_state_dict(state.model, state.optimizers)
+    loaded: dict[str, Any] = {"model": model, "optimizer": optimizer}
+    dcp.load(loaded, checkpoint_id=path)
+    set_state_dict(
+        state.model, state.optimizers, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"]
+    )
+
+
+def fsdp_rounds(directory: Path, nbytes: int, runs: int) -> dict[str, Any]:
+    """Returns the rounds of writes and cold and cached loads of an FSDP2 model by zckpt and by DCP, and those of the
+    pauses of writes in the background."""
+    state = make_fsdp(nbytes)
+    ours, theirs, pending = directory / "zckpt", directory / "dcp", list[Any]()
+
+    def begin() -> None:
+        pending.append(save_with_dcp(state, directory / "async", in_background=True))
+
+    writes = [
+        Contestant("zckpt", lambda: zckpt.write(state, directory / "written", latest=False)),
+        Contestant("DCP", lambda: save_with_dcp(state, directory / "saved")),
+    ]
+    rounds = {"write": together(writes, runs, after=lambda: remove_on_first(directory))}
+    pauses = [
+        Contestant(
+            "zckpt", lambda: zckpt.write(state, directory / "later", latest=False, background=True), finish=zckpt.wait
+        ),
+        Contestant("DCP", begin, finish=lambda: pending.pop().result()),
+    ]
+    rounds["pause of a write in the background"] = together(pauses, runs, after=lambda: remove_on_first(directory))
+    zckpt.write(state, ours, latest=False)
+    save_with_dcp(state, theirs)
+    dist.barrier()
+    own_bytes = written_by_rank(ours)
+    loads = [
+        Contestant("zckpt", lambda: zckpt.restore(state, ours)),
+        Contestant("DCP", lambda: load_with_dcp(state, theirs)),
+    ]
+    rounds["load, cold"] = together(loads, runs, before=lambda: on_first(drop_from_cache, directory))
+    rounds["load, cached"] = {}
+    for contestant, path in zip(loads, (ours, theirs), strict=True):
+        on_first(drop_from_cache, directory)
+        rounds["load, cached"] |= together([contestant], runs, before=partial(on_first, bring_into_cache, path))
+    return {"rounds": rounds, "bytes": own_bytes}
+
+
+def fsdp_memory(directory: Path, nbytes: int, library: str) -> dict[str, dict[str, float]]:
+    """Returns the memory that the first save, and the first load into a model that has not trained, take at most."""
+    path, figures = directory / library, dict[str, dict[str, float]]()
+    state = make_fsdp(nbytes)
+    save = partial(zckpt.write, latest=False) if library == "zckpt" else save_with_dcp
+    with metered(figures, "write"):
+        save(state, path)
+    fresh = make_fsdp(nbytes, seed=1, trained=False)
+    with metered(figures, "load"):
+        (zckpt.restore if library == "zckpt" else load_with_dcp)(fresh, path)
+    return figures
+
+
 @contextmanager
 def watched() -> Iterator[dict[str, Any]]:
     """Yields a record that gets the timing of the ``with`` block.

@@ -1,6 +1,6 @@
-"""zckpt writes, restores and reads checkpoints of ZeRO training states.
+"""zckpt writes, restores and reads checkpoints of training states: those of DeepSpeed ZeRO, FSDP2, DDP, or one process.
 
-Every rank of an engine makes these calls:
+Every rank makes these calls. An engine is what ``deepspeed.initialize`` returns, or a ``zckpt.TrainState``:
 
     zckpt.write(engine)                  writes a checkpoint, which exists only once all of it is durable
     zckpt.restore(engine, path)          restores a checkpoint of any world size, stage and offload
