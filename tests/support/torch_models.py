@@ -74,22 +74,27 @@ def make_state(
     scheduler: bool = False,
     mixed: bool = False,
     wrapped: bool = False,
+    meta: bool = False,
     hidden: int = 8,
     more: bool = False,
     **options: Any,
 ) -> zckpt.TrainState:
     """Returns a new TrainState. ``layout``: "alone", "ddp", "fsdp", "hsdp" (2 replicas), "tp" (FSDP over pairs of ranks
-    with column-wise tensor parallelism), "rows" (the same with row-wise parallelism), or "columns" (FSDP that cuts the
-    second dimension). ``mixed``: computes in bf16. ``wrapped``: recomputes activations and compiles each block.
-    ``options``: for ``fully_shard``."""
+    with column-wise tensor parallelism), "hsdp-tp" (2 replicas of the same), "rows" (with row-wise parallelism), or
+    "columns" (FSDP that cuts the second dimension). ``mixed``: computes in bf16. ``wrapped``: recomputes activations
+    and compiles each block. ``meta``: makes the model without memory, which it gets later. ``options``: for
+    ``fully_shard``."""
     torch.manual_seed(seed)
-    model: nn.Module = Net(hidden, more=more)
+    with torch.device("meta" if meta else "cpu"):
+        model: nn.Module = Net(hidden, more=more)
     if mixed:
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     if layout == "ddp":
         model = nn.parallel.DistributedDataParallel(model)
     elif layout != "alone":
         model = shard(model, layout, wrapped=wrapped, **options)
+    if meta:
+        model.to_empty(device="cpu")
     matrices = [weight for weight in model.parameters() if weight.ndim > 1]
     vectors = [weight for weight in model.parameters() if weight.ndim <= 1]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
@@ -101,11 +106,13 @@ def shard(model: Any, layout: str, *, wrapped: bool = False, **options: Any) -> 
     ranks = dist.get_world_size()
     if layout == "hsdp":
         mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("replicate", "shard"))
-    elif layout in ("tp", "rows"):
-        whole = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("dp", "tp"))
-        mesh = whole["dp"]
+    elif layout in ("tp", "hsdp-tp", "rows"):
+        replicas = (2,) if layout == "hsdp-tp" else ()
+        dims = ("replicate", "dp", "tp")[-2 - len(replicas) :]
+        whole = init_device_mesh("cpu", (*replicas, ranks // 2 // (len(replicas) + 1), 2), mesh_dim_names=dims)
+        mesh = whole[dims[:-1]]
         columns = ColwiseParallel(output_layouts=Replicate())
-        plan: Any = {"up": columns} if layout == "tp" else {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        plan: Any = {"up": columns} if layout != "rows" else {"up": ColwiseParallel(), "down": RowwiseParallel()}
         for block in model.blocks:
             parallelize_module(block, whole["tp"], plan)
     else:
@@ -138,8 +145,8 @@ def data_rank(state: zckpt.TrainState) -> int:
     if not dist.is_initialized():
         return 0
     meshes = [weight.device_mesh for weight in state.model.parameters() if isinstance(weight, DTensor)]
-    named = [mesh for mesh in meshes if "dp" in (mesh.mesh_dim_names or ())]
-    return int(named[0].get_local_rank("dp")) if named else dist.get_rank()
+    with_tp = any("tp" in (mesh.mesh_dim_names or ()) for mesh in meshes)
+    return dist.get_rank() // 2 if with_tp else dist.get_rank()
 
 
 def train(state: zckpt.TrainState, steps: int) -> list[float]:

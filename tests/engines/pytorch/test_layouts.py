@@ -79,6 +79,22 @@ def test_every_layout_restores_into_every_other_one(cluster: Cluster, tmp_path: 
             assert frozen(restored) == frozen(written[0])
 
 
+@pytest.mark.matrix
+def test_a_mesh_of_three_dimensions(cluster: Cluster, tmp_path: Path) -> None:
+    for number, (there, here) in enumerate([("hsdp-tp", "fsdp"), ("fsdp", "hsdp-tp")]):
+        path = str(tmp_path / str(number))
+        written = cluster.run(write_trained, {"hsdp-tp": 8, "fsdp": 3}[there], path, {"layout": there})
+        for restored in cluster.run(restore_whole, {"hsdp-tp": 8, "fsdp": 3}[here], path, {"layout": here}, 0):
+            assert frozen(restored) == frozen(written[0])
+
+
+def test_a_model_that_was_made_without_memory(cluster: Cluster, tmp_path: Path) -> None:
+    path = str(tmp_path / "c")
+    written = cluster.run(write_trained, 2, path, {"layout": "fsdp"})
+    for restored in cluster.run(restore_whole, 3, path, {"layout": "fsdp", "meta": True}, 0):
+        assert frozen(restored) == frozen(written[0])
+
+
 def spans() -> None:
     """Compares the span of each rank with the numbers that its elements have in the whole tensor."""
     ranks = dist.get_world_size()
