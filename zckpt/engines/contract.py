@@ -15,8 +15,11 @@ and what a ``Fragment`` is.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from zckpt.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Generator, Iterable, Mapping
@@ -45,7 +48,7 @@ def without_left_out(values: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in values.items() if not is_left_out(value)}
 
 
-class EngineAdapter(Protocol):
+class EngineAdapter(ABC):
     """Reads and restores one live engine on one rank. Ranks are numbered within the engine's own group of ranks
     (``group_of``).
 
@@ -58,29 +61,38 @@ class EngineAdapter(Protocol):
     An engine that has no optimizer, because it only evaluates, holds weights and buffers. Its ``wanted`` has the
     weights as the part ``param``. They are filled from the master weights if the checkpoint has those, and the state of
     an optimizer does not count as missing.
+
+    An adapter derives from this class. It has to have the abstract methods. The others are for what not every engine
+    has or needs: a process group of its own, state of each rank, lazy snapshots, ``zckpt.where`` and ``zckpt.offload``.
     """
 
     def __init__(self, engine: Any) -> None:
         """Changes nothing, and must not fail."""
+        self.engine = engine
 
     @staticmethod
     def process_group(engine: Any) -> ProcessGroup | None:
         """Returns the process group of the engine's ranks, or None if these are all ranks of the job. This never raises
         an error."""
+        return None
 
     @property
+    @abstractmethod
     def trains(self) -> bool:
         """Whether the engine has an optimizer."""
 
     @property
+    @abstractmethod
     def trees(self) -> tuple[str, ...]:
         """The keys of the dict that ``state()`` returns, except those that no restore reads."""
 
     @property
+    @abstractmethod
     def step(self) -> int:
         """The number of optimizer steps that the engine has taken (DeepSpeed's ``global_steps``)."""
 
     @property
+    @abstractmethod
     def description(self) -> dict[str, str]:
         """The framework, its versions and its mode, as text for people. No program reads this back."""
 
@@ -88,8 +100,10 @@ class EngineAdapter(Protocol):
     def module(self) -> torch.nn.Module | None:
         """The model without the wrappers that the framework has put around it, or None if the engine has no such
         object. Its parameters and buffers have the names under which ``inventory`` returns them."""
+        return None
 
     @property
+    @abstractmethod
     def devices(self) -> Collection[torch.device]:
         """The devices that the engine uses. The CPU may be one of them.
 
@@ -97,6 +111,7 @@ class EngineAdapter(Protocol):
         still being copied to host memory is one of them too.
         """
 
+    @abstractmethod
     def refuse_unsupported(self, *, drop_gradients: bool = False, leave_out: bool = False) -> None:
         """Raises UnsupportedError if zckpt could not save and restore everything in the engine. The error names each
         thing that would be lost.
@@ -109,13 +124,17 @@ class EngineAdapter(Protocol):
         """
 
     @property
+    @abstractmethod
     def parts(self) -> tuple[str, ...]:
         """The names of the parts of the state that the engine has now."""
 
     def refuse_lazy(self) -> None:
         """Raises UnsupportedError unless the master weights and moments that ``inventory`` returns change only in a
-        step of the optimizer. Forward and backward passes between two steps must not change them."""
+        step of the optimizer, before which ``before_change`` calls its action. Forward and backward passes between two
+        steps must not change them."""
+        raise UnsupportedError("snapshot='lazy': zckpt does not know when this engine changes its state")
 
+    @abstractmethod
     def inventory(self, parts: Collection[str] | None) -> Inventory:
         """Returns the fragments that this rank writes, with ``data``. With ``parts=None``, these are all that a
         bit-exact resume needs, so a weight that has a master weight is not among them. Otherwise they are everything in
@@ -137,6 +156,7 @@ class EngineAdapter(Protocol):
         as that can be told at little cost, such as some elements of weights that every rank has. Returns no bytes if
         nothing can be told, such as while the weights are on disk. A write compares the bytes, because ranks that write
         different engines would commit a mixture of both. Changes nothing."""
+        return b""
 
     def memory(self) -> Iterable[Holding]:
         """Returns all memory and all swap files in which this rank holds tensors of the state, or gradients. In
@@ -147,7 +167,9 @@ class EngineAdapter(Protocol):
 
         Changes nothing, and is not collective.
         """
+        return ()
 
+    @abstractmethod
     def state(self) -> dict[str, Any]:
         """Returns the non-tensor state as trees: counters, the scheduler, param groups, and scalars by parameter name.
         They are equal on every rank, and those of rank 0 are written. A write first compares the tree ``optimizer``,
@@ -170,25 +192,30 @@ class EngineAdapter(Protocol):
 
         It may share memory with the engine, as the trees of ``state`` may.
         """
+        return {}
 
-    def after_write(self) -> None:
+    def after_write(self) -> None:  # noqa: B027  most engines have nothing to do here
         """Does to the engine what the framework's own save does to it as a side effect. For example, a save of ZeRO-3
         gathers parameters. This is called when zckpt no longer reads the engine, or when an action that was passed to
         ``before_change`` delays the next step until then. Collective. Changes nothing that ``inventory`` has
         returned."""
 
-    def before_change(self, action: Callable[[], None]) -> None:
+    def before_change(self, action: Callable[[], None]) -> None:  # noqa: B027  an engine without lazy snapshots
         """Arranges that the thread of the training calls ``action`` once, before the engine next changes or moves the
-        memory of its fragments. This is at its next optimizer step. Buffers may change earlier."""
+        memory of its fragments. This is at its next optimizer step. Buffers may change earlier. Without a method of its
+        own, the adapter never calls it."""
 
     def uses(self) -> Iterable[Use]:
         """Returns the calls that read or change the memory that ``memory`` returns: all calls by which a training loop,
         an evaluation or the framework's own checkpoints do so. The result holds no reference to the adapter."""
+        return ()
 
     def needs_rank_state(self, state: Mapping[str, Any]) -> bool:
         """Returns whether a restore of these trees also needs the ``rank_state`` that the writer saved. ``state``: as
         in ``Selection``. Raises FormatError."""
+        return False
 
+    @abstractmethod
     def wanted(self, stored: Mapping[str, Mapping[str, Stored]]) -> tuple[Fragment, ...]:
         """Returns the fragments that this rank fills in a restore, without ``data``. ``stored``: for each part of the
         checkpoint its tensors by name. A moment that the engine does not have yet gets the dtype that is stored, and a
@@ -200,10 +227,12 @@ class EngineAdapter(Protocol):
         elements of a tensor, the result has a fragment without elements for it, so the keys are the same on every rank.
         """
 
+    @abstractmethod
     def unexpected(self, stored: Mapping[str, Collection[str]]) -> list[str]:
         """Returns the keys for which the engine has no place on any rank. ``stored``: the names of the checkpoint's
         tensors by part."""
 
+    @abstractmethod
     def restoring(self, selection: Selection) -> Restoring:
         """Returns an object that carries out one restore into the engine. This call changes nothing."""
 

@@ -10,6 +10,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from zckpt.engines import optimizer
+from zckpt.engines.contract import EngineAdapter
 from zckpt.engines.extra_state import ExtraState
 from zckpt.engines.flats import moments
 from zckpt.engines.tensors import dtype_name, holdings, named_parameters, persistent_buffers, some_bytes
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from zckpt.engines.kind import Kind
 
 
-class ModuleAdapter:
+class ModuleAdapter(EngineAdapter):
     """Reads one engine on one rank. ``EngineAdapter`` documents its methods. The classes that derive from this one have
     the methods that are missing here.
 
@@ -47,9 +48,6 @@ class ModuleAdapter:
     ``refuse_unsupported`` first: for an engine that it refuses, the behaviour of the other methods is undefined. The
     public members that ``EngineAdapter`` does not have are for ``ModuleRestoring``.
     """
-
-    def __init__(self, engine: Any) -> None:
-        self.engine = engine
 
     @cached_property
     def kind(self) -> Kind:

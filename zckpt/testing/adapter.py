@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zckpt.engines import rng
-from zckpt.engines.contract import Batch, Use
+from zckpt.engines.contract import Batch, EngineAdapter, Use
 from zckpt.engines.hooks import call_before
 from zckpt.engines.tensors import dtype_name, holdings
 from zckpt.errors import FormatError, UnsupportedError
@@ -27,15 +27,13 @@ if TYPE_CHECKING:
     from zckpt.testing.engine import ReferenceEngine
 
 
-class ReferenceAdapter:
+class ReferenceAdapter(EngineAdapter):
     """The adapter of one ReferenceEngine on one rank. ``EngineAdapter`` describes each method."""
 
     trains = True
     trees = ("counters", "optimizer")
-    module = None
 
-    def __init__(self, engine: ReferenceEngine) -> None:
-        self.engine = engine
+    engine: ReferenceEngine
 
     @staticmethod
     def process_group(engine: ReferenceEngine) -> ProcessGroup | None:
@@ -99,17 +97,11 @@ class ReferenceAdapter:
     def rank_state(self) -> dict[str, Any]:
         return {"generator": rng.to_bytes(self.engine.generator.get_state())}
 
-    def after_write(self) -> None:
-        pass
-
     def before_change(self, action: Callable[[], None]) -> None:
         call_before(action, [(self.engine, "step")])
 
     def uses(self) -> tuple[Use, ...]:
         return Use(self.engine, "backward", {PARAM, BUFFER, GRADIENT}), Use(self.engine, "step")
-
-    def needs_rank_state(self, state: Mapping[str, Any]) -> bool:
-        return False
 
     def wanted(self, stored: Mapping[str, Mapping[str, Stored]]) -> tuple[Fragment, ...]:
         return tuple(replace(fragment, data=None) for fragment in self._needed())

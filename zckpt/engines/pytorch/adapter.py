@@ -129,9 +129,6 @@ class TorchAdapter(ModuleAdapter):
         bound = optimizer.capture_bound(self.kind.optimizer, self.kind.flats) if self.trains else []
         return {"rng": rng.capture(self.device), "optimizer": bound}
 
-    def after_write(self) -> None:
-        pass
-
     def before_change(self, action: Callable[[], None]) -> None:
         call_before(action, [(each, "step") for each in self.engine.optimizers])
 
