@@ -195,10 +195,6 @@ def _parts(state: TrainState, path: str) -> tuple[str, ...] | None:
 
 
 def _write(state: TrainState, output_dir: str, name: str, exclude: tuple[str, ...] = ()) -> None:
-    assert _Takeover.options is not None
+    assert _Takeover.options is not None, "somebody has called take_over"
     options = replace(_Takeover.options, exclude=exclude, run=output_dir)
-    if not exclude:  # The weights have just been written beside this checkpoint.
-        number = name.rpartition("_")[2]
-        weights = os.path.join(output_dir, f"{_MODEL}_{number}")
-        options = replace(options, reuse=weights if options.reuse else None)
     write_engine(state, os.path.join(output_dir, name), options)

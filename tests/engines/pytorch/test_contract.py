@@ -64,18 +64,21 @@ class TestDdp(TestFsdp2):
     setup: ClassVar = {"layout": "ddp"}
 
 
+@pytest.mark.matrix
 class TestHsdp(TestFsdp2):
     ranks = 4
     other_ranks = (2,)
     setup: ClassVar = {"layout": "hsdp"}
 
 
+@pytest.mark.matrix
 class TestFsdp2WithTensorParallelism(TestFsdp2):
     ranks = 4
     other_ranks = ()
     setup: ClassVar = {"layout": "tp"}
 
 
+@pytest.mark.matrix
 class TestFsdp2Wrapped(TestFsdp2):
     other_ranks = ()
     setup: ClassVar = {"layout": "fsdp", "mixed": True, "wrapped": True, "optimizer": "amsgrad"}
