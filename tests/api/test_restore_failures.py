@@ -24,25 +24,26 @@ if TYPE_CHECKING:
 
     from tests.support.cluster import Cluster
 
-DEEPSPEED = "zckpt.engines.deepspeed"
+ENGINES = "zckpt.engines"
+DEEPSPEED = f"{ENGINES}.deepspeed"
 POINTS = (
     "zckpt.restoring.machines.find_and_open",
     "zckpt.reading.checkpoint.Checkpoint.read",
     "zckpt.reading.checkpoint.Checkpoint.rank_state",
-    f"{DEEPSPEED}.restoring.set_in_place",
-    f"{DEEPSPEED}.restoring.rng.restore",
+    f"{ENGINES}.module_restoring.set_in_place",
+    f"{ENGINES}.module_restoring.rng.restore",
     f"{DEEPSPEED}.restoring.rng.to_tensor",
     f"{DEEPSPEED}.restoring.cpu_adam.replay",
     f"{DEEPSPEED}.restoring.scaler.restore",
-    f"{DEEPSPEED}.restoring.optimizer.problems",
-    f"{DEEPSPEED}.restoring.optimizer.restore",
-    f"{DEEPSPEED}.optimizer._placed",
+    f"{ENGINES}.module_restoring.optimizer.problems",
+    f"{ENGINES}.module_restoring.optimizer.restore",
+    f"{ENGINES}.optimizer._placed",
     f"{DEEPSPEED}.adapter.DeepSpeedAdapter.wanted",
     f"{DEEPSPEED}.adapter.DeepSpeedAdapter.restoring",
     f"{DEEPSPEED}.restoring.DeepSpeedRestoring.fill",
-    f"{DEEPSPEED}.restoring.SavedScheduler.take_steps",
-    f"{DEEPSPEED}.restoring.SavedScheduler.restore",
-    f"{DEEPSPEED}.replicas.gathering",
+    f"{ENGINES}.module_restoring.SavedScheduler.take_steps",
+    f"{ENGINES}.module_restoring.SavedScheduler.restore",
+    f"{ENGINES}.replicas.gathering",
     f"{DEEPSPEED}.zero12.Zero12.before_restore",
     f"{DEEPSPEED}.zero12.Zero12.after_masters",
     f"{DEEPSPEED}.zero12.Zero12.after_fill",
@@ -51,7 +52,7 @@ POINTS = (
     f"{DEEPSPEED}.zero3.Zero3.before_restore",
     f"{DEEPSPEED}.zero3.Zero3._derive_weights",
     f"{DEEPSPEED}.zero3.Zero3.after_masters",
-    f"{DEEPSPEED}.stage0.Unwrapped.after_fill",
+    f"{ENGINES}.unwrapped.Unwrapped.after_fill",
     f"{DEEPSPEED}.stage0.PerParameter.after_fill",
 )
 """The functions that a rank calls in a restore and that can fail on one rank alone."""

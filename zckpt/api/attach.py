@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 from contextlib import closing
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
@@ -296,10 +295,12 @@ def attach_all(*, on_attach: Callable[[Any], None] | None = None, **options: Unp
     """
     accelerate_fsdp.take_over(_write_options(**options), options.get("settings", "checkpoint"), on_attach)
     frameworks.replace_functions()
-    if importlib.util.find_spec("deepspeed") is None:
+    try:
+        import deepspeed
+    except ModuleNotFoundError as error:
+        if error.name != "deepspeed":
+            raise
         return
-    import deepspeed
-
     original: Callable[..., Any] = deepspeed.initialize
     if hasattr(original, _MARK):
         return

@@ -77,13 +77,16 @@ def class_name(optimizer: Any) -> str:
 
 def _decouples(optimizer: Any) -> bool | None:
     """Returns whether an optimizer of a class in ``INTERCHANGEABLE`` subtracts the weight decay from the weights, as
-    AdamW does, or adds it to the gradients. Returns None for other optimizers, and if there is no weight decay."""
-    if class_name(optimizer) not in INTERCHANGEABLE or not any(map(_decay, optimizer.param_groups)):
+    AdamW does, or adds it to the gradients. Returns None for other optimizers, if there is no weight decay, and if this
+    is not known, as from DeepSpeed's files."""
+    name, decaying = class_name(optimizer), [group for group in optimizer.param_groups if _decay(group)]
+    if name not in INTERCHANGEABLE or not decaying:
         return None
-    if hasattr(optimizer, "adam_w_mode"):
-        return bool(optimizer.adam_w_mode)
-    default = class_name(optimizer) == "AdamW"  # Before torch 2.8, the param groups of AdamW do not say so.
-    return all(group.get("decoupled_weight_decay", default) for group in optimizer.param_groups if _decay(group))
+    if name not in ("Adam", "AdamW"):
+        mode = getattr(optimizer, "adam_w_mode", None)
+        return None if mode is None else bool(mode)
+    # Before torch 2.8, the param groups of AdamW do not say so.
+    return all(group.get("decoupled_weight_decay", name == "AdamW") for group in decaying)
 
 
 def _decay(group: Mapping[str, Any]) -> bool:
@@ -431,7 +434,7 @@ def _counted_as(step: Any, optimizer: Any) -> Any:
     int."""
     count = step.item() if isinstance(step, torch.Tensor) else step
     in_tensor = hasattr(optimizer, "all") or type(optimizer).__module__.startswith("torch.optim")
-    return torch.tensor(float(count), dtype=torch.float32) if in_tensor else int(count)
+    return torch.tensor(float(count), dtype=torch.float32, device="cpu") if in_tensor else int(count)
 
 
 def _by_group(flats: Sequence[FlatBuffer]) -> dict[int, list[str]]:
