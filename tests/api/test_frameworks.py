@@ -202,18 +202,18 @@ def test_a_trainer_resumes_bit_for_bit(tmp_path: Path, stage: int) -> None:
 
 def test_a_trainer_with_fsdp_resumes_bit_for_bit(tmp_path: Path) -> None:
     through, resumed = tmp_path / "through", tmp_path / "resumed"
-    assert launch("trainer_fsdp.py", through, 5)
-    assert launch("trainer_fsdp.py", resumed, 5, through / "checkpoint-3")
+    assert launch("trainer.py", through, "fsdp", 5)
+    assert launch("trainer.py", resumed, "fsdp", 5, through / "checkpoint-3")
     assert json.loads((resumed / "losses.json").read_text()) == json.loads((through / "losses.json").read_text())
     assert zckpt.diff(through / "checkpoint-5", resumed / "checkpoint-5").equal
     assert kind_of(str(through / "checkpoint-3")) is Kind.FULL
     assert not [*tmp_path.rglob("*.distcp")]
 
 
-@pytest.mark.parametrize("script", [pytest.param("accelerated.py", marks=pytest.mark.matrix), "accelerated_fsdp.py"])
-def test_accelerate_saves_and_loads_bit_for_bit(tmp_path: Path, script: str) -> None:
-    assert launch(script, tmp_path, "save")
-    assert launch(script, tmp_path, "load")
+@pytest.mark.parametrize("with_what", [pytest.param("deepspeed", marks=pytest.mark.matrix), "fsdp"])
+def test_accelerate_saves_and_loads_bit_for_bit(tmp_path: Path, with_what: str) -> None:
+    assert launch("accelerated.py", tmp_path, with_what, "save")
+    assert launch("accelerated.py", tmp_path, with_what, "load")
     assert zckpt.open(tmp_path / "state").step == 3
     assert not [*tmp_path.rglob("*.distcp")]
     for rank in range(2):

@@ -8,6 +8,7 @@ can go on. It shares the files of the weights with the first one.
 
 from __future__ import annotations
 
+import inspect
 import os
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -23,7 +24,7 @@ from zckpt.restoring.plan import Request
 from zckpt.state.inventory import RESERVED_PARTS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping, Sequence
 
     from zckpt.engines.pytorch.train_state import TrainState
     from zckpt.writing.options import WriteOptions
@@ -65,87 +66,57 @@ def prepare(original: Callable[..., Any], accelerator: Any, *args: Any, **option
     return prepared
 
 
-def save_model(
-    original: Callable[..., None],
-    plugin: Any,
-    accelerator: Any,
-    model: Any,
-    output_dir: str,
-    model_index: int = 0,
-    **others: Any,
-) -> None:
-    state = _taken_over(plugin, accelerator, model_index, others)
+def save_model(original: Callable[..., None], *args: Any, **options: Any) -> None:
+    call = _bound(original, args, options)
+    state = _taken_over(call, call["model_index"])
     if state is None:
-        original(plugin, accelerator, model, output_dir, model_index, **others)
+        original(*args, **options)
         return
     moments = tuple(part for part in adapt(state).parts if part not in RESERVED_PARTS)
-    _write(state, output_dir, f"{_MODEL}_{model_index}", exclude=moments)
+    _write(state, call["output_dir"], f"{_MODEL}_{call['model_index']}", moments)
 
 
-def save_optimizer(
-    original: Callable[..., None],
-    plugin: Any,
-    accelerator: Any,
-    optimizer: Any,
-    model: Any,
-    output_dir: str,
-    optimizer_index: int = 0,
-    **others: Any,
-) -> None:
-    state = _taken_over(plugin, accelerator, optimizer_index, others)
+def save_optimizer(original: Callable[..., None], *args: Any, **options: Any) -> None:
+    call = _bound(original, args, options)
+    state = _taken_over(call, call["optimizer_index"])
     if state is None:
-        original(plugin, accelerator, optimizer, model, output_dir, optimizer_index, **others)
+        original(*args, **options)
         return
-    _write(state, output_dir, f"{_OPTIMIZER}_{optimizer_index}")
+    _write(state, call["output_dir"], f"{_OPTIMIZER}_{call['optimizer_index']}")
 
 
-def load_model(
-    original: Callable[..., Any],
-    plugin: Any,
-    accelerator: Any,
-    model: Any,
-    input_dir: str,
-    model_index: int = 0,
-    **others: Any,
-) -> Any:
-    state = _taken_over(plugin, accelerator, model_index, others)
-    path = _directory(input_dir, f"{_MODEL}_{model_index}")
-    parts = None if state is None else _parts(state, path)
-    if state is None or parts is None:
-        return original(plugin, accelerator, model, input_dir, model_index, **others)
-    restore_engine(state, path, Request(parts=tuple(part for part in parts if part in RESERVED_PARTS)))
+def load_model(original: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    call = _bound(original, args, options)
+    state = _taken_over(call, call["model_index"])
+    if state is None or not _load(state, call["input_dir"], f"{_MODEL}_{call['model_index']}", weights=True):
+        return original(*args, **options)
     from torch.nn.modules.module import _IncompatibleKeys
 
     return _IncompatibleKeys([], [])
 
 
-def load_optimizer(
-    original: Callable[..., None],
-    plugin: Any,
-    accelerator: Any,
-    optimizer: Any,
-    model: Any,
-    input_dir: str,
-    optimizer_index: int = 0,
-    **others: Any,
-) -> None:
-    state = _taken_over(plugin, accelerator, optimizer_index, others)
-    path = _directory(input_dir, f"{_OPTIMIZER}_{optimizer_index}")
-    parts = None if state is None else _parts(state, path)
-    if state is None or parts is None:
-        original(plugin, accelerator, optimizer, model, input_dir, optimizer_index, **others)
-        return
-    moments = tuple(part for part in parts if part not in RESERVED_PARTS)
-    restore_engine(state, path, Request(parts=moments, state=("counters", "optimizer"), settings=_Takeover.settings))
+def load_optimizer(original: Callable[..., None], *args: Any, **options: Any) -> None:
+    call = _bound(original, args, options)
+    state = _taken_over(call, call["optimizer_index"])
+    if state is None or not _load(state, call["input_dir"], f"{_OPTIMIZER}_{call['optimizer_index']}", weights=False):
+        original(*args, **options)
 
 
-def _taken_over(plugin: Any, accelerator: Any, number: int, others: dict[str, Any]) -> TrainState | None:
+def _bound(original: Callable[..., Any], args: Sequence[Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of a call by the names that Accelerate gives them, also those that have their defaults."""
+    bound = inspect.signature(original).bind(*args, **options)
+    bound.apply_defaults()
+    return bound.arguments
+
+
+def _taken_over(call: Mapping[str, Any], number: int) -> TrainState | None:
     """Returns the TrainState that zckpt saves and loads, or None if Accelerate does it itself. If a model has adapters,
     zckpt saves the frozen weights too, and the checkpoints share them. Collective."""
-    sharded = getattr(plugin, "fsdp_version", 1) == 2 and getattr(plugin.state_dict_type, "name", "") == _SHARDED
-    if _Takeover.options is None or not sharded or not others.get("use_dcp", True):
+    plugin = call["fsdp_plugin"]
+    sharded = plugin.fsdp_version == 2 and plugin.state_dict_type.name == _SHARDED
+    if _Takeover.options is None or not sharded or not call.get("use_dcp", True):
         return None
-    state = _state(accelerator, number)
+    state = _state(call["accelerator"], number)
     ranks = Ranks(group_of(state), call="accelerate")
     reason = next(filter(None, ranks.share(lambda: _why_not(state), "look at the model")), "")
     if not reason:
@@ -176,13 +147,11 @@ def _state(accelerator: Any, number: int) -> TrainState:
     return state
 
 
-def _directory(input_dir: str, name: str) -> str:
-    """Returns the directory of a checkpoint. Accelerate lets its callers name that directory itself, too."""
-    return input_dir if os.path.basename(os.path.normpath(input_dir)) == name else os.path.join(input_dir, name)
-
-
-def _parts(state: TrainState, path: str) -> tuple[str, ...] | None:
-    """Returns the parts of the checkpoint of zckpt at ``path``, or None if there is none. Collective."""
+def _load(state: TrainState, input_dir: str, name: str, *, weights: bool) -> bool:
+    """Restores the weights, or else all that belongs to the optimizer. Returns whether there is a checkpoint of zckpt.
+    Accelerate lets its callers name the directory of the checkpoint itself, too. Collective."""
+    named = os.path.basename(os.path.normpath(input_dir)) == name
+    path = input_dir if named else os.path.join(input_dir, name)
 
     def look() -> list[str] | None:
         try:
@@ -191,7 +160,12 @@ def _parts(state: TrainState, path: str) -> tuple[str, ...] | None:
             return None
 
     parts = Ranks(group_of(state), call="accelerate").first(look, "look for the checkpoint")
-    return None if parts is None else tuple(parts)
+    if parts is None:
+        return False
+    chosen = tuple(part for part in parts if (part in RESERVED_PARTS) == weights)
+    trees = () if weights else ("counters", "optimizer")
+    restore_engine(state, path, Request(parts=chosen, state=trees, settings=_Takeover.settings))
+    return True
 
 
 def _write(state: TrainState, output_dir: str, name: str, exclude: tuple[str, ...] = ()) -> None:

@@ -277,7 +277,9 @@ def restore_engine(engine: object, path: Place, request: Request) -> tuple[Resto
         try:
             plan.restoring.finish()
             synchronize(plan.adapter.devices)  # From here on, every stream of a device may use the restored tensors.
-            history_of(engine).last = str(Location.of(plan.checkpoint.path).absolute())
+            history = history_of(engine)
+            history.last = str(Location.of(plan.checkpoint.path).absolute())
+            history.replicas.clear()  # The restore has changed memory without a change that torch counts.
             lineage = plan.checkpoint.contents.lineage
             if request.resumes and plan.adapter.trains and lineage.use is Use.RESUME:
                 note_restore(engine, lineage.run_id)

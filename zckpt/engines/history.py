@@ -33,8 +33,9 @@ class History:
 
     def __init__(self) -> None:
         self.replicas: dict[str, tuple[tuple[int, int], bytes]] = {}
-        """For tensors of which other ranks hold replicas, by key: the address of the memory with the number of changes
-        that torch has counted, and a digest of the values. What has not changed is not read again."""
+        """For frozen weights of which other ranks hold replicas, by key: the address of the memory with the number of
+        changes that torch has counted, and a digest of the values. They may be most of a model, and what has not
+        changed is not read again."""
 
 
 def history_of(engine: object) -> History:

@@ -44,7 +44,8 @@ from zckpt.errors import FormatError, first_few
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
 
-INTERCHANGEABLE = frozenset({"FusedAdam", "DeepSpeedCPUAdam", "Adam", "AdamW"})
+TORCH_CLASSES = frozenset({"Adam", "AdamW"})
+INTERCHANGEABLE = frozenset({"FusedAdam", "DeepSpeedCPUAdam"}) | TORCH_CLASSES
 """The classes of optimizers that have the same state and do the same step, if they treat the weight decay alike: those
 of DeepSpeed, which chooses between them by the device to which the optimizer is offloaded, and those of torch."""
 
@@ -82,7 +83,7 @@ def _decouples(optimizer: Any) -> bool | None:
     name, decaying = class_name(optimizer), [group for group in optimizer.param_groups if _decay(group)]
     if name not in INTERCHANGEABLE or not decaying:
         return None
-    if name not in ("Adam", "AdamW"):
+    if name not in TORCH_CLASSES:
         mode = getattr(optimizer, "adam_w_mode", None)
         return None if mode is None else bool(mode)
     # Before torch 2.8, the param groups of AdamW do not say so.
@@ -206,7 +207,8 @@ class Saved:
         has_no_class = isinstance(tree, Mapping) and tree.get("class", "") is None
         self.optimizer_class = None if has_no_class else _member(tree, "class", str, "optimizer")
         self.decouples = tree.get("decoupled_weight_decay") if isinstance(tree, Mapping) else None
-        self._has_own_settings = None not in (self.optimizer_class, live_class) and self.optimizer_class != live_class
+        self.is_of_another_class = None not in (self.optimizer_class, live_class) and self.optimizer_class != live_class
+        """Whether the state is that of another class in ``INTERCHANGEABLE`` than the live optimizer."""
         self.inner_class = _member(tree, "inner_class", str, "optimizer") if "inner_class" in tree else None
         self.groups: list[Mapping[str, Any]] = [without_left_out(group) for group in _members(tree, "param_groups")]
         for entry in _member(tree, "numpy", list, "optimizer") if "numpy" in tree else ():
@@ -271,7 +273,7 @@ class Saved:
         has."""
         if key == "params" or key in KERNELS:
             return False
-        if self._has_own_settings and key not in live:  # Another class has settings that this one does not have.
+        if self.is_of_another_class and key not in live:  # Another class has settings that this one does not have.
             return False
         return not self._keeps_settings or key in COUNTED or key not in live
 
@@ -421,7 +423,7 @@ def restore(saved: Saved, optimizer: Any, flats: Sequence[FlatBuffer], unknown: 
             on_host = key == "step" and not (group.get("capturable") or group.get("fused"))
             device = torch.device("cpu") if on_host else flat.master.device
             place = compose if is_decomposed(value) else _placed
-            if key == "step" and saved.optimizer_class != class_name(optimizer) and state.get(key) is None:
+            if key == "step" and saved.is_of_another_class:
                 value = _counted_as(value, optimizer)
             state[key] = place(value, state.get(key), device)
         for part in saved_state.moments:
@@ -430,10 +432,10 @@ def restore(saved: Saved, optimizer: Any, flats: Sequence[FlatBuffer], unknown: 
 
 
 def _counted_as(step: Any, optimizer: Any) -> Any:
-    """Returns a number of steps as an optimizer of another class counts them: torch's in a tensor, all others in an
-    int."""
+    """Returns a number of steps as a class in ``INTERCHANGEABLE`` counts them: those of torch in a tensor, those of
+    DeepSpeed in an int."""
     count = step.item() if isinstance(step, torch.Tensor) else step
-    in_tensor = hasattr(optimizer, "all") or type(optimizer).__module__.startswith("torch.optim")
+    in_tensor = class_name(optimizer) in TORCH_CLASSES
     return torch.tensor(float(count), dtype=torch.float32, device="cpu") if in_tensor else int(count)
 
 
@@ -497,8 +499,6 @@ def _placed(value: Any, present: Any, device: torch.device) -> Any:
     """Returns a copy of ``value`` whose tensors are on ``device``. If ``present`` is a tensor of the same shape and
     dtype, its memory is used for the copy.
 
-    A number and a tensor without dimensions are converted into each other, if ``present`` is of the other kind.
-
     A function stands for a tensor or an array that has not been read yet. If ``present`` is a numpy scalar that can
     have the value of a number of Python, so is the copy.
     """
@@ -508,11 +508,7 @@ def _placed(value: Any, present: Any, device: torch.device) -> Any:
         if isinstance(present, torch.Tensor) and present.shape == value.shape and present.dtype == value.dtype:
             set_in_place(present, value)
             return present
-        if type(present) in (int, float):  # Another class of the same optimizer counts in a number.
-            return type(present)(value.item())
         return value.detach().to(device, copy=True)
-    if isinstance(present, torch.Tensor) and type(value) in (int, float):
-        return present.fill_(value)
     if isinstance(value, (list, tuple)):
         alike = isinstance(present, (list, tuple)) and len(present) == len(value)
         items = zip(value, present if alike else [None] * len(value), strict=True)

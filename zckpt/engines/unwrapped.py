@@ -1,4 +1,5 @@
-"""Optimizers that update the model's own parameters, or parameters that are whole on every rank."""
+"""Engines in which every rank holds all weights, and in which each of the model's parameters has a master weight of its
+own, or is its own master weight."""
 
 from __future__ import annotations
 
@@ -37,8 +38,7 @@ class ParamGroup(NamedTuple):
 
 
 class Unwrapped(replicas.Replicated):
-    """Reads and restores an optimizer in fp32 that updates the model's own parameters, and around which DeepSpeed has
-    put no wrapper. ``Kind`` documents the members."""
+    """Reads and restores an optimizer that updates the model's own parameters. ``Kind`` documents the members."""
 
     def __init__(self, wrapper: Any, parameters: Mapping[str, torch.nn.Parameter], group: RankGroup) -> None:
         super().__init__(wrapper, parameters, group)
@@ -104,7 +104,7 @@ class Unwrapped(replicas.Replicated):
         )
 
     def _ranges(self, param_group: ParamGroup, share: Share) -> Iterator[ParameterRange]:
-        """Yields a share of each parameter."""
+        """Yields the range of each parameter that belongs to a share."""
         offset = 0
         for parameter in param_group.parameters:
             start, stop = share.of(parameter.numel())

@@ -17,7 +17,7 @@ from zckpt.format.digest import digest
 from zckpt.state.inventory import FileRange
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from zckpt.state.inventory import Fragment
 
@@ -41,9 +41,23 @@ class Share:
 WHOLE = Share(0, 1)
 
 
-def layout_digest(fragments: Iterable[Fragment]) -> bytes:
-    """Returns a digest that is the same for two sets only if they have the same ranges of the same tensors."""
-    return digest(msgpack.packb([(f.key, f.shape, f.dtype, f.start, f.stop) for f in fragments]))
+@dataclass(frozen=True, slots=True)
+class ReplicaSet:
+    """A set of replicas, as one rank holds it."""
+
+    layout: bytes
+    """A digest that is the same for two sets only if they have the same ranges of the same tensors."""
+    values: bytes
+    """A digest of all values. It is empty if some of the values are in files, because these are not read for it."""
+    digests: Mapping[str, bytes]
+    """The digest of each fragment by its key. It is empty for values in files."""
+
+    @classmethod
+    def of(cls, fragments: Sequence[Fragment], digests: Sequence[bytes]) -> ReplicaSet:
+        """Returns the set of these fragments. ``digests``: those of their values."""
+        layout = digest(msgpack.packb([(f.key, f.shape, f.dtype, f.start, f.stop) for f in fragments]))
+        values = digest(b"".join(digests)) if all(digests) else b""
+        return cls(layout, values, dict(zip((f.key for f in fragments), digests, strict=True)))
 
 
 def own_shares(fragments: Sequence[Fragment], shares: Mapping[str, Share]) -> list[Fragment]:

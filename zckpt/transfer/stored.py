@@ -25,6 +25,9 @@ PORTION_BYTES = 8 << 20
 GAP_BYTES = 64 << 10
 """The most bytes that are read at a time of a tensor that has less than a fourth of the elements between its first and
 its last one. Otherwise far more bytes might be read than it has."""
+_FACTOR = -7046029254386353131
+"""2^64 divided by the golden ratio, as a signed number. Its first multiples, modulo 2^64, are spread evenly over all
+numbers of 64 bits."""
 _PLACE = "_zckpt_place"
 """The attribute of a storage that has its ``FileRange``."""
 
@@ -128,7 +131,3 @@ def weighted_sums(tensor: torch.Tensor) -> torch.Tensor:
         words = torch.nn.functional.pad(portion, (0, -len(portion) % 8)).clone().view(torch.int64)
         sums.append((words * factors[: len(words)]).sum())
     return torch.stack(sums)
-
-
-_FACTOR = -7046029254386353131
-"""2^64 divided by the golden ratio, as a signed number. Its multiples are spread evenly over all numbers of 64 bits."""

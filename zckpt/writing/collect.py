@@ -16,7 +16,7 @@ from zckpt.format import names, tree
 from zckpt.format.digest import digest
 from zckpt.format.names import Tier
 from zckpt.offloading.away import where_it_is
-from zckpt.plan.replicas import layout_digest
+from zckpt.plan.replicas import ReplicaSet
 from zckpt.state.inventory import BUFFER, PARAM, RESERVED_PARTS, STATE, Fragment
 from zckpt.state.lineage import Use, use_of
 from zckpt.transfer.devices import synchronize
@@ -54,18 +54,8 @@ class Collected:
     """What the checkpoint can be used for."""
     unsaved: tuple[str, ...]
     """As in ``Inventory``."""
-    replicas: dict[str, dict[str, bytes]]
-    """The digest of each fragment that other ranks may hold too, by its set of replicas and its key. It is empty for
-    values in files, because they are not read for it."""
-
-    def sets(self) -> list[tuple[bytes, bytes]]:
-        """Returns for each set of replicas the digest of its layout, and that of its values. The latter is empty if
-        some of the values are in files."""
-        sets = []
-        for label, digests in self.replicas.items():
-            layout = layout_digest(f for f in self.fragments if f.replicated == label and f.key in digests)
-            sets.append((layout, digest(b"".join(digests.values())) if all(digests.values()) else b""))
-        return sets
+    replicas: dict[str, ReplicaSet]
+    """The sets of replicas of which this rank holds one, by their labels."""
 
 
 def collect(
@@ -91,7 +81,7 @@ def collect(
     use = use_of(wanted, adapter.parts, trains=adapter.trains, all_weights=all_weights)
     return Collected(
         fragments, inventory.aliases, state, rank_state, scalars, _digests(fragments), left_out, use,
-        inventory.unsaved, _digests_of_replicas(fragments, replicas),
+        inventory.unsaved, _replica_sets(fragments, replicas if options.parts is None else {}),
     )  # fmt: skip
 
 
@@ -267,27 +257,29 @@ def _digests(fragments: Iterable[Fragment]) -> dict[str, bytes]:
     return {key: values_digest(data) for key, data in buffers if isinstance(data, torch.Tensor)}
 
 
-def _digests_of_replicas(
+def _replica_sets(
     fragments: Iterable[Fragment], known: dict[str, tuple[tuple[int, int], bytes]]
-) -> dict[str, dict[str, bytes]]:
+) -> dict[str, ReplicaSet]:
     """Returns ``Collected.replicas``. Uses and renews what is ``known``, as in ``History``."""
-    digests: dict[str, dict[str, bytes]] = {}
-    for f in fragments:
-        if f.replicated and f.start < f.stop:
-            digests.setdefault(f.replicated, {})[f.key] = _digest_of_replica(f, known)
-    return digests
+    sets: dict[str, list[Fragment]] = {}
+    for fragment in fragments:
+        if fragment.replicated and fragment.start < fragment.stop:
+            sets.setdefault(fragment.replicated, []).append(fragment)
+    return {
+        label: ReplicaSet.of(members, [_digest_of_replica(member, known) for member in members])
+        for label, members in sets.items()
+    }
 
 
 def _digest_of_replica(fragment: Fragment, known: dict[str, tuple[tuple[int, int], bytes]]) -> bytes:
     data = fragment.data
     if not isinstance(data, torch.Tensor):
         return b""
-    # Frozen weights do not change, and may be most of a model.
-    changes = None if data.is_inference() else (data.data_ptr(), data._version)
+    if fragment.part != PARAM or data.is_inference():
+        # Kernels of DeepSpeed change weights and moments without a change that torch counts.
+        return replica_digest(data)
+    changes = data.data_ptr(), data._version
     before = known.get(fragment.key)
-    if changes is not None and before is not None and before[0] == changes:
-        return before[1]
-    value = replica_digest(data)
-    if changes is not None:
-        known[fragment.key] = changes, value
-    return value
+    if before is None or before[0] != changes:
+        known[fragment.key] = before = changes, replica_digest(data)
+    return before[1]

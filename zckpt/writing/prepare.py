@@ -79,7 +79,7 @@ class Facts(NamedTuple):
     sample: bytes
     """The digest of ``EngineAdapter.sample``."""
     replicas: Sequence[tuple[bytes, bytes]]
-    """As ``Collected.sets`` returns them."""
+    """For each set of replicas of which the rank holds one, the digests of its layout and of its values."""
 
 
 class Planned(NamedTuple):
@@ -164,7 +164,8 @@ class Preparation:
         return Facts(
             options.common(self.target), digest(msgpack.packb(collected.scalars)), self._client_digest(),
             linux.boot_id() or platform.node(), collected.buffers if first else {}, self._lock.save_id if first else "",
-            earlier, history_of(self._engine).run_id, run_id, sample and digest(sample), collected.sets(),
+            earlier, history_of(self._engine).run_id, run_id, sample and digest(sample),
+            [(held.layout, held.values) for held in collected.replicas.values()],
         )  # fmt: skip
 
     def _client_digest(self) -> bytes | None:
@@ -224,16 +225,16 @@ class Preparation:
         """Returns the fragments that this rank writes, and ``Planned.replicas``."""
         shares: dict[str, Share] = {}
         differing: dict[bytes, Mapping[str, bytes]] = {}
-        for label, (layout, _) in zip(self._collected.replicas, self._collected.sets(), strict=True):
+        for label, held in self._collected.replicas.items():
             holders = [
                 (rank, values)
                 for rank, of_rank in enumerate(facts)
                 for other, values in of_rank.replicas
-                if other == layout
+                if other == held.layout
             ]
             shares[label] = Share([rank for rank, _ in holders].index(self._rank), len(holders))
             if len({values for _, values in holders if values}) > 1:
-                differing[layout] = self._collected.replicas[label]
+                differing[held.layout] = held.digests
                 if self.options.leave_out:  # A mixture of values is the only thing that would be worse.
                     shares[label] = replace(shares[label], count=1)
         return own_shares(fragments, shares), differing

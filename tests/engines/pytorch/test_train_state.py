@@ -64,6 +64,18 @@ def test_a_state_ends_with_its_model() -> None:
     assert reference() is None
 
 
+def test_gradients_are_seen_that_come_after_the_first_write_of_a_tuple(tmp_path: Path) -> None:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss = model(torch.zeros(1, 1, dtype=torch.int64)).sum()
+    loss.backward()
+    zckpt.write((model, optimizer), tmp_path / "a")  # Nobody knows yet whether a step has used them.
+    optimizer.zero_grad()
+    model(torch.zeros(1, 1, dtype=torch.int64)).sum().backward()
+    with pytest.raises(zckpt.UnsupportedError, match="no step has used"):
+        zckpt.write((model, optimizer), tmp_path / "b")
+
+
 def test_a_copy_of_the_model_has_no_copy_of_the_optimizer(tmp_path: Path) -> None:
     state = make_state("alone")
     train(state, 1)

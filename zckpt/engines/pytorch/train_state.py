@@ -69,11 +69,9 @@ class TrainState:
             TrainState._sharded_states += 1
             self.number = TrainState._sharded_states
         self._step, self._counts = int(step), True
-        self._used: list[tuple[weakref.ref[torch.Tensor], int]] | None = None
-        """References to some of the gradients that the last step has used, each with the number of changes that its
-        tensor had then. It is None until the first step, if there were gradients before that."""
-        if next(self._gradients(), None) is None:
-            self._used = []
+        self._used = self._some_gradients()
+        """References to some of the gradients that the last step has used, each with the number of changes that torch
+        had counted then. Gradients that are there before this object is made count as used."""
         if self.optimizers:
             self.optimizers[0].register_step_post_hook(_method(self, "_stepped"))
         setattr(unwrapped(model), _TRAIN_STATE, _Kept(self))
@@ -100,8 +98,6 @@ class TrainState:
     def has_gradients(self) -> bool:
         """Returns whether this rank has gradients that no step has used yet. Gradients that were there before this
         object was made count as used."""
-        if self._used is None:
-            return False
         unchanged = [(reference(), version) for reference, version in self._used]
         if unchanged and all(grad is not None and grad._version == version for grad, version in unchanged):
             return False  # The last step has used them, and nobody has cleared them since.
@@ -110,8 +106,11 @@ class TrainState:
     def _stepped(self) -> None:
         if self._counts:
             self._step += 1
-        gradients = [*islice(self._gradients(), SAMPLED_GRADIENTS)]
-        self._used = [(weakref.ref(gradient), gradient._version) for gradient in gradients]
+        self._used = self._some_gradients()
+
+    def _some_gradients(self) -> list[tuple[weakref.ref[torch.Tensor], int]]:
+        gradients = islice(self._gradients(), SAMPLED_GRADIENTS)
+        return [(weakref.ref(gradient), gradient._version) for gradient in gradients]
 
     def _gradients(self) -> Iterator[torch.Tensor]:
         """Yields what this rank holds of each gradient that a step would use."""
