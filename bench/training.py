@@ -1,4 +1,5 @@
-"""Real runs of ZeRO-3 and of FSDP2 on the CPU: the functions that its ranks run for the comparisons, and one that starts the ranks.
+"""Real runs of ZeRO-3 and of FSDP2 on the CPU: the functions that ranks run for the comparisons, and one that starts
+the ranks.
 
 Functions above ``start_ranks`` run on every rank, which ``tests/support/cluster.py`` has started. A round lasts until
 all ranks are done.

@@ -15,6 +15,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, FullyShardedDat
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import zckpt
+from tests.support.models import make_engine
+from tests.support.models import train as train_engine
 from tests.support.torch_models import backward, held, make_state, train
 from zckpt.engines.pytorch.shards import span_of
 from zckpt.engines.tensors import local_of, plain_name
@@ -152,6 +154,28 @@ def test_replicas_that_differ_are_an_error(cluster: Cluster, tmp_path: Path, lay
     for message in cluster.run(write_differing, ranks, str(tmp_path / "c"), layout):
         assert f"master/{key} has other values on rank 1 than on rank 0" in message
     assert not (tmp_path / "c").exists()
+
+
+def save_differing(directory: str) -> tuple[list[str], Any]:
+    engine = zckpt.attach(make_engine(stage=0, dtype="fp32"))
+    train_engine(engine, 1)
+    weight = engine.module.layers[2].weight
+    expected = weight.detach().clone()
+    if dist.get_rank() == 1:
+        weight.detach().numpy()[-1, -1] += 1
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert engine.save_checkpoint(directory, tag="c")
+    return [str(warning.message) for warning in caught], expected
+
+
+def test_an_attached_engine_saves_replicas_that_differ_as_rank_0_has_them(cluster: Cluster, tmp_path: Path) -> None:
+    (told, expected), _ = cluster.run(save_differing, 2, str(tmp_path))
+    key = "master/layers.2.weight"
+    assert any(f"{key} has other values on rank 1 than on rank 0" in message for message in told), told
+    saved = zckpt.open(tmp_path / "c")
+    assert torch.equal(saved.load(key)[key], expected)
+    assert {piece.rank for piece in saved[key].pieces} == {0}
 
 
 def accumulate(path: str, layout: str) -> None:
