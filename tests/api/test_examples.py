@@ -21,6 +21,7 @@ EXAMPLES = {
     "accelerate_run.py": "accelerate",
     "peft_run.py": "peft",
     "lightning_run.py": "lightning",
+    "lightning_fsdp_run.py": "lightning",
 }
 """The examples, each with the package that it shows."""
 EVERY_COMMIT = ("trainer_run.py", "peft_run.py")

@@ -10,8 +10,10 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.distributed.fsdp import fully_shard
 
 import zckpt
+from tests.support.fsdp_on_cpu import fsdp_accelerator
 from tests.support.lightning import let_lightning_use_cpus
 from tests.support.slow_writes import slow
 from zckpt.listing.find import find
@@ -38,13 +40,18 @@ def watched(remove: Any, above: Path) -> Any:
     return call
 
 
-def save_by_accelerate(directory: str, full_every: int) -> list[bool]:
+def save_by_accelerate(directory: str, full_every: int, *, fsdp: bool = False) -> list[bool]:
     from accelerate import Accelerator
-    from accelerate.utils import DeepSpeedPlugin, ProjectConfiguration
+    from accelerate.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin, ProjectConfiguration
 
     zckpt.attach_all(background=True, full_every=full_every)
     project = ProjectConfiguration(directory, total_limit=2, automatic_checkpoint_naming=True)
-    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=CONFIG), project_config=project)
+    if fsdp:
+        options: dict[str, Any] = {"auto_wrap_policy": "no_wrap", "state_dict_type": "SHARDED_STATE_DICT"}
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, **options)
+        accelerator = fsdp_accelerator(cpu=True, fsdp_plugin=plugin, project_config=project)
+    else:
+        accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=CONFIG), project_config=project)
     model = torch.nn.Linear(32, 32)
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
     above = Path(directory, "checkpoints")
@@ -53,12 +60,17 @@ def save_by_accelerate(directory: str, full_every: int) -> list[bool]:
         for _ in range(4):
             accelerator.backward(model(torch.ones(4, 32)).square().mean())
             optimizer.step()
+            optimizer.zero_grad()
             accelerator.save_state()
         zckpt.wait()
     return removed
 
 
-def save_by_lightning(directory: str, full_every: int) -> list[bool]:
+def save_by_accelerate_with_fsdp(directory: str, full_every: int) -> list[bool]:
+    return save_by_accelerate(directory, full_every, fsdp=True)
+
+
+def save_by_lightning(directory: str, full_every: int, *, fsdp: bool = False) -> list[bool]:
     let_lightning_use_cpus()
     from lightning.pytorch import LightningModule, Trainer, strategies
     from lightning.pytorch.callbacks import ModelCheckpoint
@@ -67,6 +79,10 @@ def save_by_lightning(directory: str, full_every: int) -> list[bool]:
         def __init__(self) -> None:
             super().__init__()
             self.layer = torch.nn.Linear(32, 32)
+
+        def configure_model(self) -> None:
+            if fsdp:
+                fully_shard(self.layer)
 
         def train_dataloader(self) -> Any:
             samples: Any = torch.ones(64, 32)
@@ -80,9 +96,9 @@ def save_by_lightning(directory: str, full_every: int) -> list[bool]:
 
     zckpt.attach_all(background=True, full_every=full_every)
     saves = ModelCheckpoint(directory, "{step:06}", every_n_train_steps=2, save_top_k=1, save_on_train_epoch_end=False)
-    trainer = Trainer(
-        strategy=strategies.DeepSpeedStrategy(config=CONFIG), devices=2, max_steps=6, callbacks=[saves], logger=False
-    )
+    strategy: Any = strategies.ModelParallelStrategy(2, 1) if fsdp else strategies.DeepSpeedStrategy(config=CONFIG)
+    cpu: dict[str, Any] = {"accelerator": "cpu"} if fsdp else {}
+    trainer = Trainer(strategy=strategy, devices=2, max_steps=6, callbacks=[saves], logger=False, **cpu)
     files = trainer.strategy.checkpoint_io
     with slow(0.1), mock.patch.object(files, "remove_checkpoint", watched(files.remove_checkpoint, Path(directory))):
         trainer.fit(Module())
@@ -90,16 +106,30 @@ def save_by_lightning(directory: str, full_every: int) -> list[bool]:
     return removed
 
 
+def save_by_lightning_with_fsdp(directory: str, full_every: int) -> list[bool]:
+    return save_by_lightning(directory, full_every, fsdp=True)
+
+
+def skip_without(save: Any) -> None:
+    """Skips a test if the framework of one of the functions above is not installed."""
+    pytest.importorskip("lightning" if "lightning" in save.__name__ else "accelerate")
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     # Only one rank with Accelerate: without a GPU, each rank believes that it is the first, and removes folders
     ("save", "ranks", "stay"),
-    [(save_by_accelerate, 1, 2), (save_by_lightning, 2, 1)],
+    [
+        (save_by_accelerate, 1, 2),
+        (save_by_accelerate_with_fsdp, 1, 4),  # two for each save
+        (save_by_lightning, 2, 1),
+        (save_by_lightning_with_fsdp, 2, 1),
+    ],
 )
 def test_an_older_checkpoint_is_removed_after_a_newer_one_is_committed(
     cluster: Cluster, tmp_path: Path, save: Any, ranks: int, stay: int
 ) -> None:
-    pytest.importorskip("lightning" if save is save_by_lightning else "accelerate")
+    skip_without(save)
     first, *others = cluster.run(save, ranks, str(tmp_path / "run"), 1, init=False)
     assert (first, others) == ([True, True], [[]] * (ranks - 1))
     left = [manifest.parent for manifest in (tmp_path / "run").rglob("manifest.msgpack")]
@@ -112,7 +142,10 @@ def test_an_older_checkpoint_is_removed_after_a_newer_one_is_committed(
     [
         (save_by_accelerate, 1, 3, {"checkpoints/checkpoint_2": False, "checkpoints/checkpoint_3": True}),
         (save_by_accelerate, 1, 4, {"checkpoints/checkpoint_0": True, "checkpoints/checkpoint_3": False}),
+        (save_by_accelerate_with_fsdp, 1, 3, {"checkpoints/checkpoint_2": False, "checkpoints/checkpoint_3": True}),
+        (save_by_accelerate_with_fsdp, 1, 4, {"checkpoints/checkpoint_0": True, "checkpoints/checkpoint_3": False}),
         (save_by_lightning, 2, 3, {"step=000002.ckpt": True, "step=000006.ckpt": False}),
+        (save_by_lightning_with_fsdp, 2, 3, {"step=000002.ckpt": True, "step=000006.ckpt": False}),
     ],
 )
 def test_the_last_checkpoint_to_resume_from_stays(
@@ -120,7 +153,7 @@ def test_the_last_checkpoint_to_resume_from_stays(
 ) -> None:
     """Accelerate keeps two of four checkpoints, and Lightning one of three. ``left`` says of each that stays whether a
     run can be resumed from it. The others hold only weights."""
-    pytest.importorskip("lightning" if save is save_by_lightning else "accelerate")
+    skip_without(save)
     run = tmp_path / "run"
     cluster.run(save, ranks, str(run), full_every, init=False)
     folders = {str(latest.parent.relative_to(run)): find(latest.parent) for latest in run.rglob("latest")}

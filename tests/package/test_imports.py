@@ -59,8 +59,9 @@ PUBLIC_NAMES = """
 # The modules above storage that use local files, none of which belongs to a checkpoint. In all other modules above
 # storage, a path is a Location, which may be that of an object store.
 OF_LOCAL_FILES = {
-    "api/accelerate_fsdp.py",  # names the directories of Accelerate
+    "api/accelerate_fsdp.py",
     "api/frameworks.py",  # removes what Trainer has written
+    "api/lightning_fsdp.py",
     "api/where.py",  # looks at swap files
     "engines/hugging_face.py",  # names the configuration of a model in errors
     "exporting/hugging_face.py",  # reads the folder of a model

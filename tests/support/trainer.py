@@ -9,12 +9,15 @@ import signal
 import sys
 import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
+from torch.distributed.tensor import DTensor
 
+from tests.support.fsdp_on_cpu import fsdp_accelerator
 from tests.support.interrupted import read_log
 from tests.support.slow_writes import slow
 
@@ -26,7 +29,7 @@ def train(
     directory: str,
     options: dict[str, Any],
     *,
-    stage: int = 2,
+    stage: int | str = 2,
     best_at: int | None = None,
     killed_at: int | None = None,
     signalled: list[int] | None = None,
@@ -38,6 +41,7 @@ def train(
     ``best_at`` is the step whose evaluation has the best result. Each rank kills itself before the step ``killed_at``.
     ``signalled`` has a rank, and the step before which it sends itself a SIGTERM. Each step takes ``step_seconds``
     longer.
+    ``stage`` is that of ZeRO, or "fsdp".
     """
     from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
     from transformers.trainer_utils import get_last_checkpoint
@@ -60,16 +64,19 @@ def train(
                 return super().evaluate(*arguments, **keywords)
             return {"eval_loss": float(abs(self.state.global_step - best_at))}
 
+    kind: dict[str, Any] = {"fsdp": True, "fsdp_config": {"version": 2, "state_dict_type": "SHARDED_STATE_DICT"}}
     config = {
         "train_micro_batch_size_per_gpu": "auto",
         "zero_optimization": {"stage": stage, "stage3_gather_16bit_weights_on_model_save": False},
         "zero_allow_untested_optimizer": True,
     }
+    if stage != "fsdp":
+        kind = {"deepspeed": config}
     if best_at is not None:
         options = {"eval_strategy": "steps", "metric_for_best_model": "loss", "load_best_model_at_end": True, **options}
     defaults: dict[str, Any] = {"save_steps": 3, "num_train_epochs": 1, "eval_steps": 3, "report_to": []}
     arguments = TrainingArguments(
-        directory, use_cpu=True, per_device_train_batch_size=4, disable_tqdm=True, deepspeed=config,
+        directory, use_cpu=True, per_device_train_batch_size=4, disable_tqdm=True, **kind,
         **{**defaults, **options},
     )  # fmt: skip
     torch.manual_seed(0)
@@ -77,7 +84,8 @@ def train(
     tokens[:, 0] = torch.arange(104)
     samples = [{"input_ids": t, "labels": t} for t in tokens]
     model = GPT2LMHeadModel(GPT2Config(vocab_size=104, n_positions=8, n_embd=16, n_layer=1, n_head=2))
-    trainer = Recording(model, arguments, train_dataset=samples, eval_dataset=samples[:16])
+    with mock.patch("transformers.trainer.Accelerator", fsdp_accelerator) if stage == "fsdp" else nullcontext():
+        trainer = Recording(model, arguments, train_dataset=samples, eval_dataset=samples[:16])
     os.makedirs(directory, exist_ok=True)
     last = get_last_checkpoint(directory)
     trainer.train(resume_from_checkpoint=last is not None)
@@ -87,9 +95,13 @@ def train(
         "last": None if last is None else os.path.basename(last),
         "best": trainer.state.best_model_checkpoint,
         "after training": folders(directory),
-        "masters": [] if stage == 3 else [master.detach().clone() for master in masters],
+        "masters": [] if stage == 3 else [whole_tensor(master.detach()).clone() for master in masters],
         "steps": trainer.state.global_step,
     }
+
+
+def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def folders(directory: str | Path) -> list[int]:

@@ -9,36 +9,30 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
 import torch.distributed as dist
 
-from zckpt.api import accelerate_fsdp, frameworks, zero_to_fp32
-from zckpt.api.background import after_commit, wait_for
+from zckpt.api import frameworks, fsdp_models, zero_to_fp32
+from zckpt.api.attached import choose_copy, save
+from zckpt.api.background import wait_for
 from zckpt.api.open import open as open_path
 from zckpt.api.open import open_chosen
 from zckpt.api.restore import restore_engine
-from zckpt.api.write import write_engine
 from zckpt.engines import adapt, group_of
 from zckpt.engines.hooks import after_calls
 from zckpt.engines.registered import registered, with_registered
 from zckpt.errors import (
-    CheckpointNotFoundError,
     FormatError,
     MismatchError,
     TagError,
     UnsupportedError,
-    ZckptError,
     warn,
 )
 from zckpt.format import names
 from zckpt.format.limits import LATEST_BYTES_MAX
-from zckpt.listing.find import find
 from zckpt.listing.other_formats import deepspeed_files
-from zckpt.listing.runs import can_resume, latest_name, names_in
+from zckpt.listing.runs import latest_name, names_in
 from zckpt.ranks.collectives import Ranks
 from zckpt.restoring.plan import Caller, Request, check_settings, engine_state
-from zckpt.state.inventory import RESERVED_PARTS
 from zckpt.storage.location import Location
 from zckpt.storage.schemes import open_store
-from zckpt.tiers.choice import Chosen, choose
-from zckpt.tiers.upload import run_there
 from zckpt.transfer.budget import flag
 from zckpt.writing.collect import what_is_left_out
 from zckpt.writing.options import WriteOptions, check_counts
@@ -50,6 +44,7 @@ if TYPE_CHECKING:
 
     from zckpt.storage.contract import Store
     from zckpt.storage.location import StrPath
+    from zckpt.tiers.choice import Chosen
 
     class _Options(TypedDict, total=False):
         background: bool | None
@@ -272,7 +267,7 @@ def detach(engine: Any) -> Any:
 
 
 def attach_all(*, on_attach: Callable[[Any], None] | None = None, **options: Unpack[_Options]) -> None:
-    """Attaches all engines of ``deepspeed.initialize``, and all FSDP2 models of Accelerate and Trainer, from now on.
+    """Attaches all engines of ``deepspeed.initialize`` and all FSDP2 models of frameworks, from now on.
 
     This is for frameworks that create the engine themselves, such as Trainer, Accelerate and Lightning. Call it before
     they do, or start the script with ``zckpt run``. From then on:
@@ -280,9 +275,10 @@ def attach_all(*, on_attach: Callable[[Any], None] | None = None, **options: Unp
     - The functions of ``deepspeed.utils.zero_to_fp32`` also read the checkpoints of zckpt.
     - Trainer resumes only from complete checkpoints.
     - Trainer, Accelerate and Lightning remove an older checkpoint only when a newer one is complete.
-    - FSDP2 models that Accelerate saves with ``SHARDED_STATE_DICT`` are saved and loaded by zckpt.
+    - FSDP2 models that Accelerate and Trainer save with ``SHARDED_STATE_DICT``, and those of Lightning's
+      ModelParallelStrategy, are saved and loaded by zckpt.
 
-    DeepSpeed or Accelerate itself goes on to save and load what zckpt does not support, and a warning says so.
+    The framework itself goes on to save and load what zckpt does not support, and a warning says so.
 
     This imports DeepSpeed, if it is installed. Calling it a second time changes nothing.
 
@@ -293,7 +289,9 @@ def attach_all(*, on_attach: Callable[[Any], None] | None = None, **options: Unp
     Raises:
         ValueError: an option has a value that is not allowed.
     """
-    accelerate_fsdp.take_over(_write_options(**options), options.get("settings", "checkpoint"), on_attach)
+    fsdp_models.take_over(
+        _write_options(**options), options.get("full_every") or 1, options.get("settings", "checkpoint"), on_attach
+    )
     frameworks.replace_functions()
     try:
         import deepspeed
@@ -344,31 +342,18 @@ def _save_checkpoint(
     ranks = Ranks(group_of(engine), call="engine.save_checkpoint")
     tags = ranks.share(checked_tag, "save a checkpoint")
     ranks.together(lambda: _check_tags(engine, tags, ranks), "agree on a tag")
-    path, step = str(Location.of(save_dir).child(tags[0])), engine.global_steps
+    path = str(Location.of(save_dir).child(tags[0]))
     if save_latest:
         save_latest = ranks.together(lambda: _may_be_latest(path, save_dir, ranks), "agree on a tag")
-    wait_for(ranks)  # The write before this one has to be committed, because its checkpoint may be the full one.
-    number = saves.begin(save_dir, path, step)
-    if number:
-        replaces_full, latest_is_full = ranks.first(
-            lambda: (_is_full(path), _is_full(save_dir)), "look for a full checkpoint"
-        )
-        number = 0 if replaces_full else number
-        save_latest = save_latest and (replaces_full or not latest_is_full)
     options = replace(
         options,
-        exclude=(
-            # Without an optimizer, the engine trains no parameter, so all of its weights would be left out.
-            *(("param",) if exclude_frozen_parameters and adapter.trains else ()),
-            *(part for part in adapter.parts if number and part not in RESERVED_PARTS),
-        ),
+        # Without an optimizer, the engine trains no parameter, so all of its weights would be left out.
+        exclude=("param",) if exclude_frozen_parameters and adapter.trains else (),
         client_state=client_state,
         latest=save_latest,
-        run=save_dir,
         node_local=engine.use_node_local_storage(),
     )
-    write_engine(engine, path, options)
-    after_commit(lambda: saves.end(number, save_dir, path, step), ranks)
+    save(engine, saves, options, save_dir, path, ranks)
     ranks.together(lambda: _warn_of_gradients(engine) if ranks.rank == 0 else None, "end the save")
     return True
 
@@ -386,15 +371,6 @@ def _may_be_latest(path: str, save_dir: StrPath, ranks: Ranks) -> bool:
             warn(f"the checkpoint is saved, but `latest` does not name it, so pass its tag to load it: {error}")
         return False
     return True
-
-
-def _is_full(path: StrPath) -> bool:
-    """Returns whether the checkpoint at ``path`` is full. In the directory of a run, it is the one that ``latest``
-    names. Returns False if there is no checkpoint that can be read."""
-    try:
-        return can_resume(find(path))
-    except ZckptError:
-        return False
 
 
 def _check_tags(engine: Any, tags: Sequence[str], ranks: Ranks) -> None:
@@ -446,11 +422,9 @@ def _load_checkpoint(
         found_tag, in_deepspeed_format = next((one for one in of_ranks if one[0] is not None), of_ranks[0])
     chosen: Chosen | None = None
     path = "" if found_tag is None else str(run.location.child(found_tag))
-    if saves.copy_to is not None and not in_deepspeed_format:
-        there = run_there(saves.copy_to, run.location.absolute())
-        found = ranks.first(lambda: _choose(run.location.absolute(), there, tag), "choose the checkpoint")
-        if found is not None:
-            chosen, path = Chosen(*found[0]), found[1]
+    found = None if in_deepspeed_format else choose_copy(saves, run.location.absolute(), tag, ranks)
+    if found is not None:
+        chosen, path = found
     if not path:
         missing = f"there is no {run.location.child('latest_universal' if universal else 'latest')}"
         if universal:
@@ -496,19 +470,6 @@ def _load_checkpoint(
     if not weights_only:
         saves.end(0, load_dir)
     return path, dict(restored)
-
-
-def _choose(run: Location, there: Location, tag: object) -> tuple[Chosen, str] | None:
-    """Returns the checkpoint that is loaded from a run or from the directory of its copies, and the directory that has
-    it. Returns None if there is none in either. Raises the errors of ``choose``, also if a file ``latest`` names a
-    checkpoint that is not there."""
-    try:
-        chosen = choose([str(place if tag is None else place.child(str(tag))) for place in (run, there)])
-        return chosen, str(chosen.nearest().location)
-    except CheckpointNotFoundError:
-        if tag is None and any(open_store(place).entry(names.LATEST) is not None for place in (run, there)):
-            raise
-        return None
 
 
 def _refuse_registered(engine: Any, tag: str) -> None:

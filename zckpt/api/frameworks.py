@@ -13,7 +13,8 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zckpt.api import accelerate_fsdp, background
+from zckpt.api import accelerate_fsdp, background, lightning_fsdp
+from zckpt.api.fsdp_models import attached_engine
 from zckpt.engines import group_of
 from zckpt.engines.hooks import workers_ignore
 from zckpt.engines.scheduler import SavedScheduler
@@ -208,7 +209,8 @@ def _sort_checkpoints(
 
 def _save_checkpoint(original: Callable[..., None], trainer: Any, model: Any, trial: Any, **others: Any) -> None:
     global _postponed  # noqa: PLW0603  Trainer cannot pass an argument through to ``_rotate_checkpoints``
-    saves = saves_of(trainer.model_wrapped)
+    engine = attached_engine(trainer.model_wrapped)
+    saves = saves_of(engine)
     if saves is None:
         original(trainer, model, trial, **others)
         return
@@ -221,7 +223,7 @@ def _save_checkpoint(original: Callable[..., None], trainer: Any, model: Any, tr
     finally:
         _postponed = None
     folder = os.path.join(trainer._get_output_dir(trial=trial), f"checkpoint-{trainer.state.global_step}")
-    ranks = Ranks(group_of(trainer.model_wrapped), call="Trainer")
+    ranks = Ranks(group_of(engine), call="Trainer")
     files = [rng_file(trainer.args.process_index, trainer.args.world_size)]
     files += [SCHEDULER, TRAINER_STATE] if trainer.args.should_save else []
 
@@ -258,7 +260,7 @@ def _load_best_model(original: Callable[..., None], trainer: Any) -> None:
 
 
 def _load_scheduler(original: Callable[..., None], trainer: Any, checkpoint: Any) -> None:
-    with _own_schedules(trainer.model_wrapped, [] if checkpoint is None else [trainer.lr_scheduler]):
+    with _own_schedules(attached_engine(trainer.model_wrapped), [] if checkpoint is None else [trainer.lr_scheduler]):
         original(trainer, checkpoint)
 
 
@@ -271,7 +273,7 @@ def _own_schedules(engine: Any, schedulers: Sequence[Any]) -> Iterator[None]:
         yield
         return
     unwrapped = [getattr(scheduler, "scheduler", scheduler) for scheduler in schedulers]  # from those of Accelerate
-    own = [scheduler for scheduler in unwrapped if scheduler is not engine.lr_scheduler]
+    own = [scheduler for scheduler in unwrapped if scheduler is not getattr(engine, "lr_scheduler", None)]
     states = [scheduler.state_dict() for scheduler in own]
     yield
     for scheduler, state in zip(own, states, strict=True):
@@ -301,7 +303,7 @@ def _begin_step(original: Callable[..., None], callback: Any, *args: Any, **opti
     if not _takes_signals(callback):
         original(callback, *args, **options)
     elif not hasattr(callback, _LAST_STEP):
-        ranks = Ranks(group_of(callback.trainer.model_wrapped), call="Trainer")
+        ranks = Ranks(group_of(attached_engine(callback.trainer.model_wrapped)), call="Trainer")
         setattr(callback, _LAST_STEP, LastStep(ranks))
 
 
@@ -332,7 +334,7 @@ def _end_training(original: Callable[..., None], callback: Any, *args: Any, **op
 
 def _takes_signals(callback: Any) -> bool:
     """Returns whether the callback saves after signals, and the engine is attached to zckpt."""
-    return callback.jit_manager is not None and saves_of(callback.trainer.model_wrapped) is not None
+    return callback.jit_manager is not None and saves_of(attached_engine(callback.trainer.model_wrapped)) is not None
 
 
 # These replace methods of other frameworks.
@@ -344,7 +346,8 @@ def _save_state(original: Callable[..., Any], accelerator: Any, *args: Any, **op
     background.wait()
     configuration = accelerator.project_configuration
     limit = configuration.total_limit
-    if limit is None or not configuration.automatic_checkpoint_naming or not any(map(saves_of, accelerator._models)):
+    engines = map(attached_engine, accelerator._models)
+    if limit is None or not configuration.automatic_checkpoint_naming or not any(map(saves_of, engines)):
         return original(accelerator, *args, **options)
     configuration.total_limit = None
     try:
@@ -361,14 +364,14 @@ def _save_state(original: Callable[..., Any], accelerator: Any, *args: Any, **op
 
 
 def _load_state(original: Callable[..., Any], accelerator: Any, *args: Any, **options: Any) -> Any:
-    with _own_schedules(next(iter(accelerator._models), None), accelerator._schedulers):
+    with _own_schedules(attached_engine(next(iter(accelerator._models), None)), accelerator._schedulers):
         return original(accelerator, *args, **options)
 
 
 def _remove_checkpoint(original: Callable[..., None], strategy: Any, filepath: Any) -> None:
     """Postpones the removal until the write in the background is committed, and as long as training can be resumed from
     no newer checkpoint. Lightning removes older checkpoints after it has saved a new one."""
-    if saves_of(getattr(strategy, "model", None)) is None:
+    if saves_of(attached_engine(getattr(strategy, "model", None))) is None:
         original(strategy, filepath)
     else:
         path = os.fspath(filepath)
@@ -397,6 +400,22 @@ def _save_id(path: str) -> str:
         return manifest_of(find(path)).save_id
     return ""
 
+
+_OF_LIGHTNING: dict[str, tuple[str, dict[str, Callable[..., Any]]]] = {
+    "strategy": ("Strategy", {"remove_checkpoint": _remove_checkpoint}),
+    "fsdp": ("FSDPStrategy", {"setup": lightning_fsdp.tell_of_fsdp1}),
+    "model_parallel": (
+        "ModelParallelStrategy",
+        {
+            "setup": lightning_fsdp.setup,
+            "lightning_module_state_dict": lightning_fsdp.weights,
+            "optimizer_state": lightning_fsdp.optimizer,
+            "save_checkpoint": lightning_fsdp.save_checkpoint,
+            "load_checkpoint": lightning_fsdp.load_checkpoint,
+        },
+    ),
+}
+"""The replacements in the package ``strategies`` of Lightning, which exists under two names."""
 
 _REPLACEMENTS: dict[str, tuple[str, dict[str, Callable[..., Any]]]] = {
     "transformers.trainer_utils": (
@@ -433,15 +452,16 @@ _REPLACEMENTS: dict[str, tuple[str, dict[str, Callable[..., Any]]]] = {
     "accelerate.utils.fsdp_utils": (
         "",
         {
-            "save_fsdp_model": accelerate_fsdp.save_model,
+            "save_fsdp_model": accelerate_fsdp.save_weights,
             "save_fsdp_optimizer": accelerate_fsdp.save_optimizer,
-            "load_fsdp_model": accelerate_fsdp.load_model,
+            "load_fsdp_model": accelerate_fsdp.load_weights,
             "load_fsdp_optimizer": accelerate_fsdp.load_optimizer,
         },
     ),
     **{
-        f"{package}.strategies.strategy": ("Strategy", {"remove_checkpoint": _remove_checkpoint})
+        f"{package}.strategies.{module}": replacements
         for package in ("lightning.pytorch", "pytorch_lightning")
+        for module, replacements in _OF_LIGHTNING.items()
     },
 }
 """Maps the name of a module to the name of a class in it, or "" for functions of the module itself, and to the

@@ -91,7 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
         if len(attached) > 1 or os.environ.get("RANK", "0") != "0":
             return
         if isinstance(engine, zckpt.TrainState):
-            _print("attached an FSDP2 model: from now on Accelerate saves and loads such models with zckpt")
+            _print("attached an FSDP2 model: zckpt saves and loads it from now on")
         else:
             _print(
                 f"attached a {attached[0]}: from now on every engine's save_checkpoint and load_checkpoint use zckpt"

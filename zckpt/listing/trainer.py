@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
 TRAINER_STATE, SCHEDULER = "trainer_state.json", "scheduler.pt"
+FSDP_MODEL, FSDP_OPTIMIZER = "pytorch_model_fsdp_", "optimizer_"
+"""The names that Accelerate gives to the directories of an FSDP2 model, followed by the number of the model."""
 
 
 class Kind(Enum):
@@ -48,8 +50,9 @@ def kind_of(folder: str) -> Kind:
         return Kind.UNFINISHED
     if not is_zckpts(folder):
         return Kind.FOREIGN if _is_resumable(os.listdir(folder)) else Kind.UNFINISHED
+    is_fsdp = os.path.isdir(os.path.join(folder, f"{FSDP_MODEL}0"))
     try:
-        contents = if_whole(find(folder))
+        contents = if_whole(open_store(os.path.join(folder, f"{FSDP_OPTIMIZER}0")) if is_fsdp else find(folder))
     except ZckptError:
         contents = None
     if contents is None:
@@ -107,7 +110,13 @@ def kind_of_models(folder: str) -> Kind:
     # The states of the random generators are the last files that Accelerate writes.
     if not any(name.startswith("random_states_") for name in os.listdir(folder)):
         return Kind.UNFINISHED
-    models = [if_whole(store) for store, entries in directories(open_store(folder)) if is_begun(entries)]
+    stores = {store.location.name: store for store, entries in directories(open_store(folder)) if is_begun(entries)}
+    models = [
+        if_whole(store)
+        for name, store in stores.items()
+        # If there is a checkpoint of everything, that of the weights does not count.
+        if not (name.startswith(FSDP_MODEL) and name.replace(FSDP_MODEL, FSDP_OPTIMIZER) in stores)
+    ]
     if not models:
         return Kind.FOREIGN if any(Path(folder).glob("**/*optim*")) else Kind.UNFINISHED
     if None in models:

@@ -50,7 +50,7 @@ def check_settings(settings: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """The arguments of ``zckpt.restore``, whose docstring explains them, and four that an attached engine needs."""
+    """The arguments of ``zckpt.restore``, whose docstring explains them, and some that an attached engine needs."""
 
     parts: Collection[str] | None = None
     strict: bool = True
@@ -70,11 +70,13 @@ class Request:
     """Whether a checkpoint without the optimizer's state is refused even if ``strict`` would not refuse it."""
     leave_out: bool = False
     """Whether the engine may have state that no checkpoint can hold. It stays as it is."""
+    has_weights: bool = False
+    """Whether the weights were restored by an earlier call, and ``parts`` has all others."""
 
     @property
     def resumes(self) -> bool:
         """Whether the training goes on where it was. If not, chosen parts are restored, as for a warm start."""
-        return self.parts is None
+        return self.parts is None or self.has_weights
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,115 @@
+"""FSDP2 models whose saves a framework calls: copies, registered objects, and models that are left to the framework."""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import zckpt
+from tests.support.fsdp_on_cpu import fsdp_accelerator
+
+if TYPE_CHECKING:
+    from tests.support.cluster import Cluster
+
+pytest.importorskip("accelerate")
+
+
+class Counter:
+    """An object of the user's that is saved with the model."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
+
+
+def accelerated(state_dict_type: str = "SHARDED_STATE_DICT", version: int = 2) -> tuple[Any, Any, Any]:
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    options: dict[str, Any] = {"auto_wrap_policy": "no_wrap", "state_dict_type": state_dict_type}
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=version, **options)
+    accelerator = fsdp_accelerator(cpu=True, fsdp_plugin=plugin)
+    model = torch.nn.Linear(8, 8)
+    return (accelerator, *accelerator.prepare(model, torch.optim.AdamW(model.parameters())))
+
+
+def step(accelerator: Any, model: Any, optimizer: Any) -> None:
+    accelerator.backward(model(torch.ones(4, 8)).square().mean())
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def save_and_load(directory: str) -> list[Any]:
+    """Saves twice, removes the first save and what the second one needs of it, and loads both of the copies."""
+    counter = Counter()
+    zckpt.attach_all(copy_to=f"{directory}/there", on_attach=lambda state: zckpt.register(state, "counter", counter))
+    objects = accelerated()
+    accelerator, model, _ = objects
+    seen = []
+    for number in (1, 2):
+        step(*objects)
+        counter.count = number
+        accelerator.save_state(f"{directory}/here/checkpoint_{number}")
+        seen.append(model.weight.full_tensor().clone())
+    zckpt.wait()
+    shutil.rmtree(f"{directory}/here")
+    found: list[Any] = []
+    for number in (1, 2):
+        # Accelerate keeps the random generators in files of its own, which are not copied.
+        Path(f"{directory}/here/checkpoint_{number}").mkdir(parents=True)
+        torch.save({}, f"{directory}/here/checkpoint_{number}/random_states_0.pkl")
+        step(*objects)
+        counter.count = 0
+        accelerator.load_state(f"{directory}/here/checkpoint_{number}")
+        found.append((counter.count, torch.equal(model.weight.full_tensor(), seen[number - 1])))
+    step(*objects)
+    accelerator.save_state(f"{directory}/here/checkpoint_3")
+    runs = {zckpt.open(path.parent).contents.lineage.run_id for path in Path(directory).rglob("manifest.msgpack")}
+    return [*found, len(runs)]
+
+
+def test_a_state_is_loaded_from_its_copy_with_what_is_registered(cluster: Cluster, tmp_path: Path) -> None:
+    """The saves before and after the load belong to the same run."""
+    (found,) = cluster.run(save_and_load, 1, str(tmp_path), init=False)
+    assert found == [(1, True), (2, True), 1]
+
+
+def leave(directory: str, *kind: Any) -> list[str]:
+    zckpt.attach_all()
+    objects = accelerated(*kind)
+    step(*objects)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for number in range(2):
+            objects[0].save_state(f"{directory}/{number}")
+    return [str(warning.message) for warning in caught if "Accelerate itself" in str(warning.message)]
+
+
+def test_what_accelerate_saves_itself_is_told_once(cluster: Cluster, tmp_path: Path) -> None:
+    ((told,),) = cluster.run(leave, 1, str(tmp_path), "FULL_STATE_DICT", init=False)
+    assert told.endswith("zckpt takes the place of SHARDED_STATE_DICT only")
+    assert (tmp_path / "1" / "optimizer.bin").exists()
+    assert not [*tmp_path.rglob("manifest.msgpack")]
+
+
+def load_unfinished(directory: str) -> None:
+    zckpt.attach_all()
+    objects = accelerated()
+    step(*objects)
+    objects[0].save_state(directory)
+    Path(directory, "optimizer_0", "manifest.msgpack").unlink()
+    objects[0].load_state(directory)
+
+
+def test_a_save_that_was_cut_off_is_not_left_to_accelerate(cluster: Cluster, tmp_path: Path) -> None:
+    (outcome,) = cluster.outcomes(load_unfinished, 1, str(tmp_path / "state"), init=False)
+    assert "zckpt.errors.UnfinishedWriteError" in str(outcome.error)
