@@ -12,6 +12,7 @@
 # make test-crash      kills writes at every operation and at 300 random times, and at 50,000 losses of power (30 minutes)
 # make test-machines   runs ranks on machines of Linux namespaces; needs root, and installs what it needs on Debian
 # make test-cloud      runs all tests of object stores: every fault at every request, and 10,000 races (an hour)
+# make test-torchtitan runs torchtitan's own trainer with zckpt
 # make test-gpu        runs the tests that need an NVIDIA GPU
 # make test-browser    tests the page of `zckpt report` in a headless Chromium, which it installs on Debian
 # make test-versions   runs some of the tests with every DeepSpeed version that zckpt supports
@@ -46,6 +47,7 @@ OLDER := 0.16.9 0.17.6 0.18.9
 SMOKE := -m "not cloud" @tests/smoke.txt
 NO_RANKS := -m "not matrix and not cloud and not ranks" tests/format tests/plan tests/listing tests/package/test_imports.py
 PLOTS := $(VENV)/.bench-stamp
+TITAN := .cache/torchtitan/venv
 BROWSER := $(VENV)/.browser-stamp
 FUZZER := $(VENV)/.fuzz-stamp
 DOCS := $(VENV)/.docs-stamp
@@ -66,7 +68,7 @@ export MAX_JOBS ?= 2
 # Most tests use one processor at a time, so as many run at once.
 PYTEST := $(PY) -m pytest --numprocesses $(MAX_JOBS) --dist worksteal
 
-.PHONY: help setup lint check test test-all test-crash test-cloud test-machines test-gpu test-browser test-versions $(OLDER:%=test-%) test-pythons $(PYTHONS:%=test-%) test-with-this-python test-torch $(TORCHES:%=test-torch-%) test-with-this-torch demo bench bench-gpu bench-index bench-coverage fuzz docs clean
+.PHONY: help setup lint check test test-all test-crash test-cloud test-machines test-torchtitan test-gpu test-browser test-versions $(OLDER:%=test-%) test-pythons $(PYTHONS:%=test-%) test-with-this-python test-torch $(TORCHES:%=test-torch-%) test-with-this-torch demo bench bench-gpu bench-index bench-coverage fuzz docs clean
 
 # Prints the comment at the head of this file.
 help:
@@ -93,6 +95,18 @@ test-machines: setup
 test-cloud: setup
 	@ZCKPT_TEST_EVERY=1 $(PYTEST) -m "cloud or not cloud" tests/storage/test_object_servers.py tests/storage/test_object_store.py \
 	    tests/storage/test_object_store_faults.py tests/storage/test_web_store.py
+
+test-torchtitan: $(TITAN)/.stamp
+	@$(TITAN)/bin/python -m pytest tests/api/test_torchtitan.py
+
+# torchtitan needs versions of some packages that are not those of constraints.txt, and triton, which torch for CPUs
+# does not install. So it has an environment of its own, which sees the packages of .venv.
+$(TITAN)/.stamp: $(SETUP)
+	@$(PY) -m venv --clear $(TITAN)
+	@$(PY) -c "import sysconfig; print(sysconfig.get_path('purelib'))" > "$$($(TITAN)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/venv.pth"
+	@PIP_CONSTRAINT= $(TITAN)/bin/python -m pip --quiet install torchtitan==0.3.0
+	@PIP_CONSTRAINT= $(TITAN)/bin/python -m pip --quiet install --no-deps triton
+	@touch $@
 
 test-gpu: setup
 	@$(PY) -m pytest -m gpu tests

@@ -46,6 +46,7 @@ highest. Each imports only itself and the rows above it. This includes imports t
     tiers      -                several places: uploads, the choice of what is restored, reads from the nearest place
     reporting  -                the steps of zckpt.report: compute statistics, collect what a page shows, write it
     api        -                the functions that users call, a file for each task
+    torchtitan -                torchtitan's manager of checkpoints, with zckpt in it
     __init__   torch late       the public names
     testing    -                a reference engine, and the test suites that each store and each engine has to pass
     cli        torch late         the command line

@@ -206,7 +206,7 @@ def test_no_imports_run_in_a_circle() -> None:
 
 
 def test_every_module_but_the_adapter_of_deepspeed_is_imported_without_it() -> None:
-    names = [name for name in NAMED if not name.endswith("__main__")]
+    names = [name for name in NAMED if not name.endswith(("__main__", "torchtitan"))]  # torchtitan may not be there
     names.sort(key=lambda name: name.startswith("zckpt.engines.deepspeed"))
     script = """
 import importlib, sys

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zckpt.engines import bitsandbytes
-from zckpt.engines.tensors import plain_name
+from zckpt.engines.tensors import local_of, plain_name
 from zckpt.errors import FormatError, MismatchError, UnsupportedError, first_few
 from zckpt.format.names import check_tensor_name
 from zckpt.transfer.memory import not_plain
@@ -42,10 +42,12 @@ class ExtraState:
         if not any(_customizes(module, _SAVING) for module in root.modules()):
             return
         places = {_place(tensor) for tensor in tensors}
-        for key, value in self._state_dict(keep_vars=True).items():
+        sharded = any(local_of(tensor) is not tensor for tensor in tensors)
+        for key, value in self._state_dict(_without_values(root) if sharded else root, keep_vars=True).items():
             name = plain_name(key)
-            # If a hook gives a parameter another name, or takes a view of it, this is not further state.
-            if name in names or _place(value) in places:
+            # If a hook gives a parameter another name, takes a view of it, or computes something from sharded
+            # parameters, this is not further state.
+            if name in names or _place(value) in places or (sharded and isinstance(value, _FromShards)):
                 continue
             reason = _unsaveable(name, value) or ("" if self._is_taken_back(name) else "no module takes it back")
             if reason:
@@ -79,7 +81,7 @@ class ExtraState:
             bitsandbytes.load(module, own)
         if not by_owner:
             return
-        state = self._state_dict()
+        state = self._state_dict(self._root)
         keys = {plain_name(key): key for key in state}
         for name, key in keys.items():
             if self._owner(name) not in by_owner:
@@ -95,8 +97,7 @@ class ExtraState:
                 hint='make the engine of the model that was saved; parts= without "buffer" restores it without buffers',
             )
 
-    def _state_dict(self, *, keep_vars: bool = False) -> dict[str, Any]:
-        root = self._root
+    def _state_dict(self, root: torch.nn.Module, *, keep_vars: bool = False) -> dict[str, Any]:
         try:
             # The attribute of the object may be another function: zckpt.offload replaces it to watch the calls.
             return type(root).state_dict(root, keep_vars=keep_vars)
@@ -135,6 +136,27 @@ class ExtraState:
             return True
         around = [self._root, *map(self._module, accumulate(owner.split("."), lambda path, child: f"{path}.{child}"))]
         return any(_customizes(module, _LOADING) for module in around)
+
+
+class _FromShards(torch.Tensor):
+    """A tensor without values in the place of a sharded parameter. What is computed from it is of this class too."""
+
+
+def _without_values(module: torch.nn.Module) -> torch.nn.Module:
+    """Returns a module that makes the same state dict, but in which sharded parameters have no values. A hook that
+    divides or joins parameters, such as those of the query, key and value of an attention, gathers sharded ones on all
+    ranks. Here it must not: this costs memory, and a rank that has failed before would leave the others waiting."""
+    copy = object.__new__(type(module))
+    vars(copy).update(vars(module))
+    copy._modules = {name: None if child is None else _without_values(child) for name, child in module._modules.items()}
+    parameters: dict[str, Any] = {
+        name: parameter
+        if parameter is None or local_of(parameter) is parameter
+        else torch.empty(parameter.shape, dtype=parameter.dtype, device="meta").as_subclass(_FromShards)
+        for name, parameter in module._parameters.items()
+    }
+    copy._parameters = parameters
+    return copy
 
 
 def _customizes(module: torch.nn.Module, methods_and_hooks: tuple[tuple[str, ...], tuple[str, ...]]) -> bool:

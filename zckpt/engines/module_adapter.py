@@ -15,6 +15,7 @@ from zckpt.engines.extra_state import ExtraState
 from zckpt.engines.flats import moments
 from zckpt.engines.tensors import dtype_name, holdings, named_parameters, persistent_buffers, some_bytes
 from zckpt.engines.trees import subtree
+from zckpt.errors import UnsupportedError
 from zckpt.format.names import Tier
 from zckpt.state.inventory import (
     BUFFER,
@@ -28,6 +29,7 @@ from zckpt.state.inventory import (
     Inventory,
 )
 from zckpt.transfer.devices import devices_of
+from zckpt.transfer.memory import not_plain
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -265,6 +267,8 @@ class ModuleAdapter(EngineAdapter):
         are not contiguous in memory, the ``data`` of its fragment is a copy."""
         rank = self.group.rank
         for name, buffer in buffers.items():
+            if why := not_plain(buffer):
+                raise UnsupportedError(f"{BUFFER}/{name} {why}")
             data = buffer.detach().resolve_conj().resolve_neg().contiguous().view(-1)
             if data.numel() or empty or rank == 0:
                 dtype = dtype_name(data.dtype, f"{BUFFER}/{name}")

@@ -1,0 +1,95 @@
+"""Modules of a sharded model whose hooks change its ``state_dict``: they divide a weight, or add a tensor of their
+own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import zckpt
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.support.cluster import Cluster
+
+
+class Joined(nn.Module):
+    """Has the weights of the query and the key in one parameter. The state dict has them apart, which gathers them on
+    all ranks. It has a factor too, which is an attribute."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.both = nn.Linear(4, 6, bias=False)
+        self.factor = torch.full((3,), factor)
+        self.register_state_dict_post_hook(self._divide)
+        self.register_load_state_dict_pre_hook(self._take_factor)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query, key = self.both(x).chunk(2, dim=-1)
+        out: torch.Tensor = query * key * self.factor
+        return out
+
+    @staticmethod
+    def _divide(module: Joined, state: Any, prefix: str, _: object) -> None:
+        both = state.pop(f"{prefix}both.weight")
+        if isinstance(both, DTensor):
+            both = both.full_tensor()
+        state[f"{prefix}query"], state[f"{prefix}key"] = (half.contiguous() for half in both.chunk(2))
+        state[f"{prefix}factor"] = module.factor
+
+    @staticmethod
+    def _take_factor(module: Joined, state: Any, prefix: str, *_: object) -> None:
+        module.factor = state.pop(f"{prefix}factor")
+        state[f"{prefix}both.weight"] = module.both.weight
+
+
+def make(factor: float) -> zckpt.TrainState:
+    torch.manual_seed(int(factor))
+    model: Any = nn.Sequential(Joined(factor))
+    fully_shard(model)
+    state = zckpt.TrainState(model, torch.optim.AdamW(model.parameters()))
+    model(torch.ones(2, 4)).sum().backward()
+    state.optimizers[0].step()
+    return state
+
+
+def write_and_restore(path: str) -> list[Any]:
+    written, restored = make(2), make(3)
+    zckpt.write(written, path)
+    zckpt.restore(restored, path)
+    values = []
+    for state in (written, restored):
+        joined: Any = state.model.get_submodule("0")
+        values.append([joined.both.weight.full_tensor().tolist(), joined.factor.tolist()])
+    return values
+
+
+def test_what_a_hook_computes_from_sharded_weights_is_not_saved_twice(cluster: Cluster, tmp_path: Path) -> None:
+    for written, restored in cluster.run(write_and_restore, 2, str(tmp_path / "c")):
+        assert restored == written
+        assert written[1] == [2.0] * 3
+    checkpoint = zckpt.open(tmp_path / "c")
+    assert {key for key in checkpoint if key.startswith(("master", "buffer"))} == {
+        "master/0.both.weight",
+        "buffer/0.factor",
+    }
+
+
+def write_alone(path: str) -> None:
+    """Only rank 1 has what cannot be saved. A hook that gathered weights would leave rank 0 waiting for it."""
+    state = make(2)
+    if torch.distributed.get_rank() == 1:
+        state.model.register_buffer("sparse", torch.zeros(2, 2).to_sparse())
+    zckpt.write(state, path)
+
+
+def test_a_rank_that_fails_leaves_no_other_one_in_a_hook(cluster: Cluster, tmp_path: Path) -> None:
+    outcomes = cluster.outcomes(write_alone, 2, str(tmp_path / "c"), timeout=60)
+    first, second = (str(outcome.error) for outcome in outcomes)
+    assert "zckpt.errors.RankError" in first
+    assert "buffer/sparse is a tensor of layout torch.sparse_coo" in second

@@ -1,0 +1,171 @@
+"""Lets torchtitan save and load its training with zckpt:
+
+    from zckpt.torchtitan import CheckpointManager
+
+    config.checkpoint = CheckpointManager.Config(enable=True, interval=500)
+
+It takes the options of torchtitan's own manager, and they mean the same. This module imports torchtitan.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torchtitan.components.checkpointer import CheckpointManager as _TorchtitansManager
+from torchtitan.components.checkpointer.base import DATALOADER, MODEL, OPTIMIZER
+
+from zckpt.api.attached import moments
+from zckpt.api.background import PendingWrite
+from zckpt.api.open import open as open_checkpoint
+from zckpt.api.restore import restore
+from zckpt.api.write import write
+from zckpt.engines.pytorch.train_state import TrainState
+from zckpt.errors import CheckpointNotFoundError, UnsupportedError, warn
+from zckpt.listing.find import find
+from zckpt.listing.runs import can_resume, directories_of, if_whole
+from zckpt.ranks.collectives import Ranks
+from zckpt.state.inventory import RESERVED_PARTS
+from zckpt.storage.location import Location
+from zckpt.storage.schemes import open_store
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import nn
+
+
+class _Found(NamedTuple):
+    """The checkpoint that a load takes."""
+
+    path: str
+    only_weights: bool
+
+
+class CheckpointManager(_TorchtitansManager):
+    """torchtitan's manager of checkpoints, with zckpt in the place of PyTorch's distributed checkpoints.
+
+    The checkpoint of step N is ``<folder>/step-<N>``. The state of the data loader is saved for each rank, and it is
+    loaded if there are as many ranks as then. Everything else is loaded at any number of ranks. ``initial_load_path``
+    may be any checkpoint of zckpt, such as one of a DeepSpeed run. Checkpoints in torchtitan's own formats are loaded
+    by torchtitan, and so are files of Hugging Face, which it also writes. It is tested with torchtitan 0.3.0.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(_TorchtitansManager.Config):
+        """The options of torchtitan's own manager, with these differences:
+
+        - Every ``async_mode`` but "disabled" writes in the background, as ``zckpt.write(..., background=True)``.
+        - ``keep_latest_k`` counts the checkpoints from which training can go on, and those of weights alone, each for
+          itself, as ``keep_last`` of ``zckpt.write``. An older one is removed once the newer one is committed.
+        - ``export_dtype`` is for files of Hugging Face. A checkpoint of zckpt has the weights as they are, and
+          ``zckpt.export`` converts them.
+        """
+
+        copy_to: str | None = None
+        """The directory of a run, such as "s3://bucket/run", to which each checkpoint is copied while the training goes
+        on, as by ``zckpt.write``."""
+
+    def __init__(self, config: Config, *, model_parts: list[nn.Module], optimizers: Any, **others: Any) -> None:
+        keeps_all: Any = {"keep_latest_k": 0}  # zckpt.write removes older checkpoints
+        kept = dataclasses.replace(config, **keeps_all)
+        super().__init__(kept, model_parts=model_parts, optimizers=optimizers, **others)
+        if not self.enable:
+            return
+        if len(model_parts) != 1:
+            raise UnsupportedError(
+                f"pipeline parallelism: this rank has {len(model_parts)} parts of the model",
+                hint="use torchtitan's own CheckpointManager with pipeline parallelism",
+            )
+        self._config = config
+        self._train_state = TrainState(model_parts[0], [*optimizers])
+        self._ranks = Ranks(None, call="torchtitan")
+
+    def _save(self, curr_step: int, last_step: bool = False) -> bool:
+        if not self._should_save(curr_step, last_step):
+            return False
+        if last_step and self.last_save_in_hf:
+            return bool(super()._save(curr_step, last_step))
+        others = {name: state.state_dict() for name, state in self._others().items()}
+        of_loader = {DATALOADER: others.pop(DATALOADER)} if DATALOADER in others else None
+        background = self._config.async_mode != "disabled" and not last_step
+        written = write(
+            self._train_state,
+            str(Location.of(self.folder).child(f"step-{curr_step}")),
+            step=curr_step,
+            exclude=moments(self._train_state) if last_step and self.last_save_model_only else (),
+            client_state=others,
+            rank_state=of_loader,
+            overwrite=True,
+            background=background,
+            keep_last=self._config.keep_latest_k or None,
+            copy_to=self._config.copy_to,
+        )
+        self.save_future = written if isinstance(written, PendingWrite) else None
+        return True
+
+    def _wait_for_saving(self) -> None:
+        assert self.save_future is not None, "torchtitan calls this only then"
+        self.save_future.wait()
+        self.save_future = None
+
+    def _maybe_wait_for_staging(self) -> None:
+        """Does nothing, because ``zckpt.write`` has copied the state when it returns."""
+
+    def _close(self) -> None:
+        super()._close()
+        self.maybe_wait_for_saving()
+
+    def _load(self, step: int = -1) -> bool:
+        self.maybe_wait_for_saving()
+        found = self._ranks.first(lambda: self._find(step), "look for a checkpoint")
+        if found is None:
+            return bool(super()._load(step))
+        path, only_weights = found
+        excluded = set(self.exclude_from_loading)
+        if only_weights or OPTIMIZER in excluded:
+            parts = [part for part in open_checkpoint(path).parts if part in RESERVED_PARTS]
+            client_state, of_ranks = restore(self._train_state, path, parts=parts, with_rank_state=True)
+        else:
+            client_state, of_ranks = restore(self._train_state, path, with_rank_state=True)
+        if not only_weights:
+            self._load_others({**client_state, **(of_ranks.own or {})}, excluded)
+        return True
+
+    def _find(self, step: int) -> _Found | None:
+        """Returns the checkpoint of zckpt that is loaded, or None if torchtitan looks for one in its own formats."""
+        folder = open_store(self.folder)
+        if step != -1:
+            there = if_whole(folder.child(f"step-{step}")) is not None
+            return _Found(str(folder.location.child(f"step-{step}")), step == 0) if there else None
+        names = [name for name in directories_of(folder) if name.startswith("step-") and name[5:].isdecimal()]
+        steps = sorted((int(name[5:]) for name in names), reverse=True)
+        whole = next((step for step in steps if can_resume(folder.child(f"step-{step}"))), None)
+        if whole is None:  # It may be a checkpoint of the weights of step 0, or a training that has ended.
+            whole = next((step for step in steps if if_whole(folder.child(f"step-{step}"))), None)
+        if whole is not None and whole >= self._find_load_step():
+            return _Found(str(folder.location.child(f"step-{whole}")), whole == 0)
+        if whole is None and self._find_load_step() == -1 and self.initial_load_path and not self.initial_load_in_hf:
+            try:
+                return _Found(str(find(self.initial_load_path).location), self.initial_load_model_only)
+            except CheckpointNotFoundError:
+                pass
+        return None
+
+    def _others(self) -> dict[str, Any]:
+        """Returns all objects whose state is saved but the model and its optimizers, by the name of the state."""
+        return {
+            name: state for name, state in self.states.items() if state is not None and name not in (MODEL, OPTIMIZER)
+        }
+
+    def _load_others(self, saved: Mapping[str, Any], excluded: set[str]) -> None:
+        missing = []
+        for name, state in self._others().items():
+            if name in saved:
+                if name not in excluded:
+                    state.load_state_dict(saved[name])
+            elif name != DATALOADER:  # Its state is there only with the same number of ranks, and a warning has told.
+                missing.append(name)
+        if missing and self._ranks.rank == 0:
+            warn(f"the checkpoint has no state of {', '.join(missing)}, which begin anew")
