@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from zckpt.engines.contract import EngineAdapter
 
-__all__ = ["adapt", "engine_of", "group_of", "is_engine", "set_step"]
+__all__ = ["adapt", "engine_of", "group_of", "is_engine"]
 
 
 class Framework(NamedTuple):
@@ -53,13 +53,6 @@ def engine_of(value: object) -> Any:
     from zckpt.engines.pytorch.train_state import train_state_of
 
     return train_state_of(*value)
-
-
-def set_step(engine: Any, step: int) -> None:
-    """Sets the number of steps that an engine has taken, if it lets its user count them. Raises TypeError otherwise."""
-    if not hasattr(engine, "optimizers"):
-        raise TypeError(f"step is for a zckpt.TrainState: a {type(engine).__name__} counts its steps itself")
-    engine.step = step
 
 
 def group_of(engine: Any) -> ProcessGroup | None:

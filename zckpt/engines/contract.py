@@ -91,6 +91,10 @@ class EngineAdapter(ABC):
     def step(self) -> int:
         """The number of optimizer steps that the engine has taken (DeepSpeed's ``global_steps``)."""
 
+    def set_step(self, step: int) -> None:
+        """Sets the number of steps, if the framework lets its user count them. Raises TypeError otherwise."""
+        raise TypeError(f"step is for a zckpt.TrainState: a {type(self.engine).__name__} counts its steps itself")
+
     @property
     @abstractmethod
     def description(self) -> dict[str, str]:

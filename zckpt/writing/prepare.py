@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgpack
 import torch
 
-from zckpt.engines import adapt, set_step
+from zckpt.engines import adapt
 from zckpt.engines.history import claim, history_of, note_write, run_id_of_next_write
 from zckpt.engines.peft import adapter_configs
 from zckpt.engines.registered import with_registered
@@ -125,7 +125,7 @@ class Preparation:
         if options.lazy:
             adapter.refuse_lazy()
         if options.step is not None:
-            set_step(self._engine, options.step)
+            adapter.set_step(options.step)
         path = f"checkpoints/global_step{adapter.step}" if self._path is None else self._path
         self._store = open_store(Location.of(path).absolute())
         self.run = self._store.parent if options.run is None else open_store(Location.of(options.run).absolute())

@@ -57,7 +57,7 @@ def whole(model: nn.Module) -> dict[str, torch.Tensor]:
     found = {}
     for name, weight in model.named_parameters():
         full: Any = weight.detach()
-        found[name.removeprefix("module.")] = full.full_tensor() if isinstance(full, DTensor) else full.clone()
+        found[name.removeprefix("module.")] = (full.full_tensor() if isinstance(full, DTensor) else full).clone()
     return found
 
 
@@ -125,3 +125,47 @@ def test_the_optimizer_of_deepspeed_rounds_in_another_order(cluster: Cluster, tm
     for expected, result in zip(through, cluster.run(into_deepspeed, 2, str(tmp_path / "b"), setup), strict=True):
         assert expected["losses"][0] == result["losses"][0]
         torch.testing.assert_close(expected["losses"], result["losses"], rtol=1e-5, atol=0)
+
+
+def rewrite(path: str, copy: str, layout: str) -> None:
+    """Restores a checkpoint into a new state of PyTorch alone, and writes it again."""
+    state = make_state(layout, 1)
+    zckpt.restore(state, path)
+    zckpt.write(state, copy)
+
+
+def rewrite_by_deepspeed(path: str, copy: str, setup: dict[str, Any]) -> None:
+    engine = make_engine(**setup, groups=True, seed=1)
+    zckpt.restore(engine, path)
+    zckpt.write(engine, copy)
+
+
+CPU = {"device": "cpu"}
+ANY_STATE: list[dict[str, Any]] = [
+    {"stage": 0, "dtype": "bf16"},
+    {"stage": 1, "dtype": "fp16"},
+    {"stage": 2, "dtype": "bf16", "offload_optimizer": CPU},
+    {"stage": 3, "dtype": "bf16", "offload_optimizer": CPU, "offload_param": CPU},
+    {"stage": 3, "dtype": "bf16", "offload_optimizer": {"device": "nvme"}},
+]
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("setup", ANY_STATE, ids=lambda setup: "-".join(map(str, setup.values())))
+def test_the_state_of_any_engine_goes_through_pytorch_and_back(
+    cluster: Cluster, tmp_path: Path, setup: dict[str, Any]
+) -> None:
+    """The master weights and the moments stay as they are, at any number of ranks."""
+    if "nvme" in str(setup):
+        setup = {**setup, "swap": str(tmp_path / "swap")}
+    first = str(tmp_path / "first")
+    cluster.run(from_deepspeed, 2, first, setup)
+    for number, (layout, ranks) in enumerate([("fsdp", 3), ("ddp", 2), ("alone", 1)]):
+        there, back = str(tmp_path / f"there{number}"), str(tmp_path / f"back{number}")
+        cluster.run(rewrite, ranks, first, there, layout)
+        cluster.run(rewrite_by_deepspeed, 3 - number, there, back, setup)
+        for copy in (there, back):
+            difference = zckpt.diff(first, copy)
+            assert [entry.key for entry in difference.tensors if not entry.key.startswith("param/")] == []
+            assert zckpt.open(copy).step == BEFORE
+        assert {key for key in zckpt.open(first) if not key.startswith("param/")} == {*zckpt.open(there)}

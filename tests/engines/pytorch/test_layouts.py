@@ -36,7 +36,7 @@ def whole(state: zckpt.TrainState) -> dict[str, Any]:
 
     def gathered(tensor: torch.Tensor) -> torch.Tensor:
         full: Any = tensor.detach()
-        return full.full_tensor() if isinstance(full, DTensor) else full.clone()
+        return (full.full_tensor() if isinstance(full, DTensor) else full).clone()
 
     for module in state.model.modules():
         if isinstance(module, FSDPModule):
@@ -79,6 +79,23 @@ def test_every_layout_restores_into_every_other_one(cluster: Cluster, tmp_path: 
     for number, (layout, ranks) in enumerate(LAYOUTS.items()):
         for restored in cluster.run(restore_whole, ranks, path, {"layout": layout}, number % 2):
             assert frozen(restored) == frozen(written[0])
+
+
+MESHES = [
+    ("alone", 1), ("ddp", 3), ("ddp", 6), *(("fsdp", ranks) for ranks in range(1, 7)), ("hsdp", 4), ("hsdp", 6),
+    ("tp", 2), ("tp", 4), ("tp", 6),
+]  # fmt: skip
+"""Layouts, each with a number of ranks."""
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(("there", "ranks"), MESHES)
+def test_every_mesh_restores_into_every_other_one(cluster: Cluster, tmp_path: Path, there: str, ranks: int) -> None:
+    path = str(tmp_path / "c")
+    written = cluster.run(write_trained, ranks, path, {"layout": there})
+    for layout, here in MESHES:
+        for restored in cluster.run(restore_whole, here, path, {"layout": layout}, 0):
+            assert frozen(restored) == frozen(written[0]), (layout, here)
 
 
 @pytest.mark.matrix

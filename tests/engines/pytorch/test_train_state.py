@@ -138,6 +138,21 @@ def test_several_optimizers(tmp_path: Path) -> None:
     assert frozen(held(resumed)) == frozen(held(through))
 
 
+def test_a_loss_scale_is_saved_if_it_is_registered(tmp_path: Path) -> None:
+    scalers = [torch.amp.GradScaler("cpu", init_scale=scale) for scale in (4.0, 8.0)]
+    for seed, scaler in enumerate(scalers):
+        state = make_state("alone", seed=seed)
+        zckpt.register(state, "scaler", scaler)
+        if seed == 0:
+            scaler.scale(torch.ones(()))
+            scaler.update(16.0)
+            zckpt.write(state, tmp_path / "a")
+        else:
+            zckpt.restore(state, tmp_path / "a")
+    assert scalers[1].state_dict() == scalers[0].state_dict()
+    assert scalers[1].get_scale() == 16.0
+
+
 def test_a_model_without_an_optimizer_gets_the_weights(tmp_path: Path) -> None:
     trained = make_state("alone")
     train(trained, 2)

@@ -59,6 +59,9 @@ class TorchAdapter(ModuleAdapter):
     def step(self) -> int:
         return int(self.engine.step)
 
+    def set_step(self, step: int) -> None:
+        self.engine.step = step
+
     @property
     def description(self) -> dict[str, str]:
         sharded = [weight for weight in self.parameters[0].values() if is_sharded(weight)]
