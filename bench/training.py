@@ -13,6 +13,7 @@ import time
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -451,10 +452,44 @@ def load_with_dcp(state: zckpt.TrainState, path: Path) -> None:
     )
 
 
+THIRD = "torch_checkpointing"
+
+
+class TorchCheckpointing:
+    """The package torch_checkpointing (https://pypi.org/project/torch-checkpointing). It makes no file durable. Without
+    CUDA it can load only into the layout that has saved."""
+
+    def __init__(self) -> None:
+        from torch_checkpointing import CheckpointManager, SyncCheckpointSaverConfig
+        from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
+
+        # Its direct I/O fails on ext4, with EINVAL for the end of a file.
+        storage = LocalFileSystemStorageConfig(use_direct_io=False)
+        config = CheckpointManager.Config(save=SyncCheckpointSaverConfig(), storage_config=storage)
+        self.manager = CheckpointManager(config)
+
+    def save(self, state: zckpt.TrainState, path: Path) -> None:
+        from torch.distributed.checkpoint.state_dict import get_state_dict
+
+        model, optimizer = get_state_dict(state.model, state.optimizers)
+        self.manager.save(str(path), {"model": model, "optimizer": optimizer})
+        on_first(make_durable, path)
+
+    def load(self, state: zckpt.TrainState, path: Path) -> None:
+        from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+        model, optimizer = get_state_dict(state.model, state.optimizers)
+        loaded = self.manager.load(path, into={"model": model, "optimizer": optimizer})
+        set_state_dict(
+            state.model, state.optimizers, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"]
+        )
+
+
 def fsdp_rounds(directory: Path, nbytes: int, runs: int) -> dict[str, Any]:
-    """Returns the rounds of writes and cold and cached loads of an FSDP2 model by zckpt and by DCP, and those of the
-    pauses of writes in the background."""
+    """Returns the rounds of writes, of the pauses of writes in the background, and of cold and cached loads of an FSDP2
+    model. The libraries are zckpt, DCP and, if it is installed, torch_checkpointing."""
     state = make_fsdp(nbytes)
+    third = TorchCheckpointing() if find_spec("torch_checkpointing") else None
     ours, theirs, pending = directory / "zckpt", directory / "dcp", list[Any]()
 
     def begin() -> None:
@@ -464,6 +499,8 @@ def fsdp_rounds(directory: Path, nbytes: int, runs: int) -> dict[str, Any]:
         Contestant("zckpt", lambda: zckpt.write(state, directory / "written", latest=False)),
         Contestant("DCP", lambda: save_with_dcp(state, directory / "saved")),
     ]
+    if third is not None:
+        writes.append(Contestant(THIRD, partial(third.save, state, directory / "third")))
     rounds = {"write": together(writes, runs, after=lambda: remove_on_first(directory))}
     pauses = [
         Contestant(
@@ -480,24 +517,40 @@ def fsdp_rounds(directory: Path, nbytes: int, runs: int) -> dict[str, Any]:
         Contestant("zckpt", lambda: zckpt.restore(state, ours)),
         Contestant("DCP", lambda: load_with_dcp(state, theirs)),
     ]
+    paths = [ours, theirs]
+    if third is not None:
+        paths.append(directory / "third")
+        third.save(state, paths[-1])
+        loads.append(Contestant(THIRD, partial(third.load, state, paths[-1])))
     rounds["load, cold"] = together(loads, runs, before=lambda: on_first(drop_from_cache, directory))
     rounds["load, cached"] = {}
-    for contestant, path in zip(loads, (ours, theirs), strict=True):
+    for contestant, path in zip(loads, paths, strict=True):
         on_first(drop_from_cache, directory)
         rounds["load, cached"] |= together([contestant], runs, before=partial(on_first, bring_into_cache, path))
     return {"rounds": rounds, "bytes": own_bytes}
 
 
 def fsdp_memory(directory: Path, nbytes: int, library: str) -> dict[str, dict[str, float]]:
-    """Returns the memory that the first save, and the first load into a model that has not trained, take at most."""
+    """Returns the memory that a first save in the background, another save, and the first load into a model that has
+    not trained take at most. torch_checkpointing has no save in the background without CUDA."""
     path, figures = directory / library, dict[str, dict[str, float]]()
     state = make_fsdp(nbytes)
-    save = partial(zckpt.write, latest=False) if library == "zckpt" else save_with_dcp
+    third = TorchCheckpointing() if library == THIRD else None
+    functions: dict[str, Any] = {"zckpt": (partial(zckpt.write, latest=False), zckpt.restore)}
+    functions["DCP"] = save_with_dcp, load_with_dcp
+    functions[THIRD] = getattr(third, "save", None), getattr(third, "load", None)
+    save, load = functions[library]
+    if library == "zckpt":
+        with metered(figures, "background"):
+            zckpt.write(state, directory / "background", latest=False, background=True, snapshot="lazy").wait()
+    elif library == "DCP":
+        with metered(figures, "background"):
+            save_with_dcp(state, directory / "background", in_background=True).result()
     with metered(figures, "write"):
         save(state, path)
     fresh = make_fsdp(nbytes, seed=1, trained=False)
     with metered(figures, "load"):
-        (zckpt.restore if library == "zckpt" else load_with_dcp)(fresh, path)
+        load(fresh, path)
     return figures
 
 

@@ -5,15 +5,19 @@ from __future__ import annotations
 import shutil
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import torch
 
 import zckpt
 from tests.support.fsdp_on_cpu import fsdp_accelerator
+from zckpt.api import lightning_fsdp
 
 if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+
     from tests.support.cluster import Cluster
 
 pytest.importorskip("accelerate")
@@ -113,3 +117,69 @@ def load_unfinished(directory: str) -> None:
 def test_a_save_that_was_cut_off_is_not_left_to_accelerate(cluster: Cluster, tmp_path: Path) -> None:
     (outcome,) = cluster.outcomes(load_unfinished, 1, str(tmp_path / "state"), init=False)
     assert "zckpt.errors.UnfinishedWriteError" in str(outcome.error)
+
+
+def lightning_weights(directory: str) -> tuple[list[str], int, bool]:
+    """Trains with Lightning, which saves weights alone, and then evaluates a new model with them."""
+    zckpt.attach_all()
+    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.pytorch.strategies import ModelParallelStrategy
+    from torch.distributed.fsdp import fully_shard
+
+    class Module(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(8, 8)
+
+        def configure_model(self) -> None:
+            fully_shard(self.layer)
+
+        def train_dataloader(self) -> Any:
+            samples: Any = torch.ones(16, 8)
+            return torch.utils.data.DataLoader(samples, batch_size=4)
+
+        val_dataloader = train_dataloader
+
+        def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+            return self.layer(batch).square().mean()
+
+        def validation_step(self, batch: torch.Tensor) -> None:
+            self.layer(batch)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters())
+
+    options: dict[str, Any] = {"accelerator": "cpu", "devices": 2, "logger": False, "enable_progress_bar": False}
+    saves = ModelCheckpoint(directory, "{step}", every_n_train_steps=2, save_weights_only=True)
+    trainer = Trainer(strategy=ModelParallelStrategy(2, 1), max_steps=2, callbacks=[saves], **options)
+    trained, other = Module(), Module()
+    trainer.fit(trained)
+    Trainer(strategy=ModelParallelStrategy(2, 1), **options).validate(other, ckpt_path=f"{directory}/step=2.ckpt")
+    checkpoint = zckpt.open(f"{directory}/step=2.ckpt")
+    weights: list[Any] = []
+    for module in (trained, other):
+        cast("FSDPModule", module.layer).reshard()
+        weights.append(module.layer.weight)
+    return [*checkpoint.parts], checkpoint.step, torch.equal(weights[0].full_tensor(), weights[1].full_tensor())
+
+
+def test_lightning_saves_weights_alone_and_evaluates_with_them(cluster: Cluster, tmp_path: Path) -> None:
+    pytest.importorskip("lightning")
+    for found in cluster.run(lightning_weights, 2, str(tmp_path), init=False):
+        assert found == (["master"], 2, True)
+
+
+def told_of_fsdp1() -> list[str]:
+    zckpt.attach_all()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            lightning_fsdp.tell_of_fsdp1(lambda strategy: None, SimpleNamespace(global_rank=0))
+    return [str(warning.message) for warning in caught]
+
+
+def test_fsdp1_of_lightning_is_told_once(cluster: Cluster) -> None:
+    """Lightning refuses FSDPStrategy on the CPU, so the function is called by itself."""
+    ((told,),) = cluster.run(told_of_fsdp1, 1, init=False)
+    assert "its FSDPStrategy uses FSDP1" in told
