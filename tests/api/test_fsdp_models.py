@@ -119,6 +119,28 @@ def test_a_save_that_was_cut_off_is_not_left_to_accelerate(cluster: Cluster, tmp
     assert "zckpt.errors.UnfinishedWriteError" in str(outcome.error)
 
 
+def save_without_zckpt(directory: str) -> bool:
+    """Saves with zckpt, then with PyTorch to the same directory, and loads."""
+    from accelerate.utils import fsdp_utils
+
+    zckpt.attach_all()
+    accelerator, model, optimizer = accelerated()
+    plugin = accelerator.state.fsdp_plugin
+    step(accelerator, model, optimizer)
+    accelerator.save_state(directory)
+    step(accelerator, model, optimizer)
+    fsdp_utils.save_fsdp_model.__wrapped__(plugin, accelerator, model, directory, 0)
+    fsdp_utils.save_fsdp_optimizer.__wrapped__(plugin, accelerator, optimizer, model, directory, 0)
+    saved = model.weight.full_tensor().clone()
+    step(accelerator, model, optimizer)
+    accelerator.load_state(directory)
+    return torch.equal(saved, model.weight.full_tensor())
+
+
+def test_a_later_save_without_zckpt_is_loaded(cluster: Cluster, tmp_path: Path) -> None:
+    assert cluster.run(save_without_zckpt, 1, str(tmp_path / "state"), init=False) == [True]
+
+
 def lightning_weights(directory: str) -> tuple[list[str], int, bool]:
     """Trains with Lightning, which saves weights alone, and then evaluates a new model with them."""
     zckpt.attach_all()

@@ -16,10 +16,12 @@ from zckpt.api.write import write_engine
 from zckpt.engines import adapt, group_of
 from zckpt.engines.pytorch.train_state import kept_state, train_state_of
 from zckpt.errors import CheckpointNotFoundError, UnfinishedWriteError, UnsupportedError, warn
+from zckpt.format import names
 from zckpt.ranks.collectives import Ranks
 from zckpt.restoring.plan import Request
 from zckpt.state.inventory import RESERVED_PARTS
 from zckpt.storage.location import Location
+from zckpt.storage.schemes import open_store
 from zckpt.writing.saves import Saves, saves_of
 
 if TYPE_CHECKING:
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
     from zckpt.engines.pytorch.train_state import TrainState
     from zckpt.writing.options import WriteOptions
 
+_DCP_METADATA = ".metadata"
+"""The file that PyTorch's distributed checkpoint writes last."""
 _told: set[str] = set()
 """The warnings that were given already."""
 
@@ -150,8 +154,9 @@ def load_model(
     *,
     strict: bool = True,
 ) -> Restored | None:
-    """Restores a model from a checkpoint. Returns what ``zckpt.restore`` returns, or None if there is no checkpoint of
-    zckpt, neither in the directory nor in that of its copies. Collective.
+    """Restores a model from a checkpoint, and returns what ``zckpt.restore`` returns. Returns None if neither the
+    directory nor that of its copies has a checkpoint of zckpt, and if a later save of the framework itself has put
+    PyTorch's files beside it. Collective.
 
     Args:
         state: the TrainState of the model.
@@ -168,6 +173,8 @@ def load_model(
     place = str(Location.of(run).child(name)) if found is None else found[0]
 
     def look() -> list[str] | None:
+        if _is_older_than_pytorchs(run, name):
+            return None
         try:
             return list((open_checkpoint(place) if isinstance(place, str) else open_chosen(place)).parts)
         except UnfinishedWriteError:
@@ -185,3 +192,14 @@ def load_model(
         has_weights=what == "optimizer",
     )  # fmt: skip
     return restore_engine(state, place, request)[0]
+
+
+def _is_older_than_pytorchs(run: str, name: str) -> bool:
+    """Returns whether PyTorch has written its own files to the same directory after zckpt, because the framework saved
+    without zckpt meanwhile."""
+    store = open_store(run)
+    manifest = store.entry(f"{name}/{names.MANIFEST}")
+    others = (store.entry(_DCP_METADATA), store.entry(f"{name}/{_DCP_METADATA}"))
+    return manifest is not None and any(
+        other is not None and other.changed_at > manifest.changed_at for other in others
+    )
