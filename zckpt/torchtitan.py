@@ -4,29 +4,28 @@
 
     config.checkpoint = CheckpointManager.Config(enable=True, interval=500)
 
-It takes the options of torchtitan's own manager, and they mean the same. This module imports torchtitan.
+It takes the options of torchtitan's own manager. This module imports torchtitan.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchtitan.components.checkpointer import CheckpointManager as _TorchtitansManager
 from torchtitan.components.checkpointer.base import DATALOADER, MODEL, OPTIMIZER
 
-from zckpt.api.attached import moments
+from zckpt.api.attached_saves import moments
 from zckpt.api.background import PendingWrite
 from zckpt.api.open import open as open_checkpoint
 from zckpt.api.restore import restore
 from zckpt.api.write import write
 from zckpt.engines.pytorch.train_state import TrainState
-from zckpt.errors import CheckpointNotFoundError, UnsupportedError, warn
+from zckpt.errors import CheckpointNotFoundError, UnfinishedWriteError, UnsupportedError, warn
 from zckpt.listing.find import find
-from zckpt.listing.runs import can_resume, directories_of, if_whole
+from zckpt.listing.runs import can_resume, directories_of, if_whole, is_begun, names_in
 from zckpt.ranks.collectives import Ranks
-from zckpt.state.inventory import RESERVED_PARTS
+from zckpt.state.inventory import WEIGHT_PARTS
 from zckpt.storage.location import Location
 from zckpt.storage.schemes import open_store
 
@@ -34,6 +33,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from torch import nn
+
+
+_STEP = "step-"
+"""The names of torchtitan's checkpoints begin with this."""
 
 
 class _Found(NamedTuple):
@@ -68,9 +71,7 @@ class CheckpointManager(_TorchtitansManager):
         on, as by ``zckpt.write``."""
 
     def __init__(self, config: Config, *, model_parts: list[nn.Module], optimizers: Any, **others: Any) -> None:
-        keeps_all: Any = {"keep_latest_k": 0}  # zckpt.write removes older checkpoints
-        kept = dataclasses.replace(config, **keeps_all)
-        super().__init__(kept, model_parts=model_parts, optimizers=optimizers, **others)
+        super().__init__(config, model_parts=model_parts, optimizers=optimizers, **others)
         if not self.enable:
             return
         if len(model_parts) != 1:
@@ -78,7 +79,9 @@ class CheckpointManager(_TorchtitansManager):
                 f"pipeline parallelism: this rank has {len(model_parts)} parts of the model",
                 hint="use torchtitan's own CheckpointManager with pipeline parallelism",
             )
-        self._config = config
+        if unknown := set(self.exclude_from_loading).difference(self.states):
+            raise ValueError(f"exclude_from_loading: there is no state {', '.join(sorted(unknown))}")
+        self._copy_to, self._background = config.copy_to, config.async_mode != "disabled"
         self._train_state = TrainState(model_parts[0], [*optimizers])
         self._ranks = Ranks(None, call="torchtitan")
 
@@ -89,18 +92,17 @@ class CheckpointManager(_TorchtitansManager):
             return bool(super()._save(curr_step, last_step))
         others = {name: state.state_dict() for name, state in self._others().items()}
         of_loader = {DATALOADER: others.pop(DATALOADER)} if DATALOADER in others else None
-        background = self._config.async_mode != "disabled" and not last_step
         written = write(
             self._train_state,
-            str(Location.of(self.folder).child(f"step-{curr_step}")),
+            str(Location.of(self.folder).child(f"{_STEP}{curr_step}")),
             step=curr_step,
             exclude=moments(self._train_state) if last_step and self.last_save_model_only else (),
             client_state=others,
             rank_state=of_loader,
             overwrite=True,
-            background=background,
-            keep_last=self._config.keep_latest_k or None,
-            copy_to=self._config.copy_to,
+            background=self._background and not last_step,
+            keep_last=self.keep_latest_k or None,
+            copy_to=self._copy_to,
         )
         self.save_future = written if isinstance(written, PendingWrite) else None
         return True
@@ -123,32 +125,33 @@ class CheckpointManager(_TorchtitansManager):
         if found is None:
             return bool(super()._load(step))
         path, only_weights = found
-        excluded = set(self.exclude_from_loading)
-        if only_weights or OPTIMIZER in excluded:
-            parts = [part for part in open_checkpoint(path).parts if part in RESERVED_PARTS]
-            client_state, of_ranks = restore(self._train_state, path, parts=parts, with_rank_state=True)
-        else:
-            client_state, of_ranks = restore(self._train_state, path, with_rank_state=True)
+        parts = None
+        if only_weights or OPTIMIZER in self.exclude_from_loading:
+            parts = [part for part in open_checkpoint(path).parts if part in WEIGHT_PARTS]
+        client_state, of_ranks = restore(self._train_state, path, parts=parts, with_rank_state=True)
         if not only_weights:
-            self._load_others({**client_state, **(of_ranks.own or {})}, excluded)
+            self._load_others({**client_state, **(of_ranks.own or {})})
         return True
 
     def _find(self, step: int) -> _Found | None:
         """Returns the checkpoint of zckpt that is loaded, or None if torchtitan looks for one in its own formats."""
         folder = open_store(self.folder)
         if step != -1:
-            there = if_whole(folder.child(f"step-{step}")) is not None
-            return _Found(str(folder.location.child(f"step-{step}")), step == 0) if there else None
-        names = [name for name in directories_of(folder) if name.startswith("step-") and name[5:].isdecimal()]
-        steps = sorted((int(name[5:]) for name in names), reverse=True)
-        whole = next((step for step in steps if can_resume(folder.child(f"step-{step}"))), None)
+            there = is_begun(names_in(folder.child(f"{_STEP}{step}")))
+            return _Found(str(folder.location.child(f"{_STEP}{step}")), step == 0) if there else None
+        names = [name.removeprefix(_STEP) for name in directories_of(folder) if name.startswith(_STEP)]
+        steps = sorted((int(name) for name in names if name.isdecimal()), reverse=True)
+        whole = next((step for step in steps if can_resume(folder.child(f"{_STEP}{step}"))), None)
         if whole is None:  # It may be a checkpoint of the weights of step 0, or a training that has ended.
-            whole = next((step for step in steps if if_whole(folder.child(f"step-{step}"))), None)
-        if whole is not None and whole >= self._find_load_step():
-            return _Found(str(folder.location.child(f"step-{whole}")), whole == 0)
-        if whole is None and self._find_load_step() == -1 and self.initial_load_path and not self.initial_load_in_hf:
+            whole = next((step for step in steps if if_whole(folder.child(f"{_STEP}{step}"))), None)
+        of_torchtitan = self._find_load_step()
+        if whole is not None and whole >= of_torchtitan:
+            return _Found(str(folder.location.child(f"{_STEP}{whole}")), whole == 0)
+        if (whole, of_torchtitan) == (None, -1) and self.initial_load_path and not self.initial_load_in_hf:
             try:
                 return _Found(str(find(self.initial_load_path).location), self.initial_load_model_only)
+            except UnfinishedWriteError:
+                raise
             except CheckpointNotFoundError:
                 pass
         return None
@@ -156,16 +159,19 @@ class CheckpointManager(_TorchtitansManager):
     def _others(self) -> dict[str, Any]:
         """Returns all objects whose state is saved but the model and its optimizers, by the name of the state."""
         return {
-            name: state for name, state in self.states.items() if state is not None and name not in (MODEL, OPTIMIZER)
-        }
+            name: state
+            for name, state in self.states.items()
+            if state is not None and name not in (MODEL, OPTIMIZER)
+        }  # fmt: skip
 
-    def _load_others(self, saved: Mapping[str, Any], excluded: set[str]) -> None:
+    def _load_others(self, saved: Mapping[str, Any]) -> None:
         missing = []
         for name, state in self._others().items():
+            if name in self.exclude_from_loading:
+                continue
             if name in saved:
-                if name not in excluded:
-                    state.load_state_dict(saved[name])
-            elif name != DATALOADER:  # Its state is there only with the same number of ranks, and a warning has told.
+                state.load_state_dict(saved[name])
+            elif name != DATALOADER:  # It is there only with the same number of ranks, and ``restore`` warns if not.
                 missing.append(name)
         if missing and self._ranks.rank == 0:
             warn(f"the checkpoint has no state of {', '.join(missing)}, which begin anew")

@@ -13,7 +13,10 @@ import torch
 
 import zckpt
 from tests.support.fsdp_on_cpu import fsdp_accelerator
+from tests.support.slow_writes import slow
 from zckpt.api import lightning_fsdp
+from zckpt.listing.find import find
+from zckpt.listing.runs import can_resume
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -119,6 +122,32 @@ def test_a_save_that_was_cut_off_is_not_left_to_accelerate(cluster: Cluster, tmp
     assert "zckpt.errors.UnfinishedWriteError" in str(outcome.error)
 
 
+def save_in_background(directory: str) -> tuple[bool, list[bool]]:
+    """Loads right after a save in the background. Then goes on with the saves, of which every second one is full."""
+    zckpt.attach_all(background=True, full_every=2)
+    objects = accelerated()
+    accelerator, model, _ = objects
+    step(*objects)
+    with slow(0.1):
+        accelerator.save_state(f"{directory}/step1")
+        saved = model.weight.full_tensor().clone()
+        step(*objects)
+        accelerator.load_state(f"{directory}/step1")
+    equal = torch.equal(saved, model.weight.full_tensor())
+    for number in (2, 3, 4):
+        step(*objects)
+        accelerator.save_state(f"{directory}/step{number}")
+        if number == 2:
+            accelerator.load_state(f"{directory}/step1")
+    zckpt.wait()
+    return equal, [can_resume(find(f"{directory}/step{number}/optimizer_0")) for number in (1, 2, 3, 4)]
+
+
+def test_a_load_waits_for_the_save_and_begins_the_count_of_full_ones_anew(cluster: Cluster, tmp_path: Path) -> None:
+    expected = (True, [True, False, False, True])
+    assert cluster.run(save_in_background, 1, str(tmp_path / "run"), init=False) == [expected]
+
+
 def save_without_zckpt(directory: str) -> bool:
     """Saves with zckpt, then with PyTorch to the same directory, and loads."""
     from accelerate.utils import fsdp_utils
@@ -197,7 +226,7 @@ def told_of_fsdp1() -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
-            lightning_fsdp.tell_of_fsdp1(lambda strategy: None, SimpleNamespace(global_rank=0))
+            lightning_fsdp.warn_of_fsdp1(lambda strategy: None, SimpleNamespace(global_rank=0))
     return [str(warning.message) for warning in caught]
 
 

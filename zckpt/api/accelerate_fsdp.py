@@ -12,17 +12,19 @@ import inspect
 import os
 from typing import TYPE_CHECKING, Any
 
-from zckpt.api.fsdp_models import attached_state, can_save, is_taken_over, leave_to, load_model, save_model
+from zckpt.api.fsdp_models import attach_state, can_save, is_enabled, leave_to, load_model, save_model
 from zckpt.listing.trainer import FSDP_MODEL, FSDP_OPTIMIZER
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from typing import Literal
 
     from zckpt.engines.pytorch.train_state import TrainState
 
-_ACCELERATE = "accelerate"
+ACCELERATE = "Accelerate"
 _SHARDED = "SHARDED_STATE_DICT"
-"""The only kind of Accelerate's state dicts that zckpt takes over. The others are files that people load by torch."""
+"""The only kind of Accelerate's state dicts that zckpt takes over. The others are files for
+``torch.load``."""
 
 
 # These replace functions of Accelerate. All ranks call each of them.
@@ -32,7 +34,7 @@ def prepare(original: Callable[..., Any], accelerator: Any, *args: Any, **option
     """Makes a TrainState for each FSDP2 model as early as it can, because the TrainState counts the steps."""
     prepared = original(accelerator, *args, **options)
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
-    if is_taken_over() and plugin is not None and not _left(plugin):
+    if is_enabled() and plugin is not None and not _why_left(plugin):
         for number in range(min(len(accelerator._models), len(accelerator._optimizers))):
             _state(accelerator, number)
     return prepared
@@ -40,29 +42,17 @@ def prepare(original: Callable[..., Any], accelerator: Any, *args: Any, **option
 
 def save_weights(original: Callable[..., None], *args: Any, **options: Any) -> None:
     call = _bound(original, args, options)
-    state = _taken_over(call, call["model_index"])
-    if state is None:
-        original(*args, **options)
-    else:
-        save_model(state, call["output_dir"], f"{FSDP_MODEL}{call['model_index']}", _ACCELERATE, weights=True)
+    _save(original, call, f"{FSDP_MODEL}{call['model_index']}", only_weights=True)
 
 
 def save_optimizer(original: Callable[..., None], *args: Any, **options: Any) -> None:
     call = _bound(original, args, options)
-    state = _taken_over(call, call["optimizer_index"])
-    if state is None:
-        original(*args, **options)
-    else:
-        save_model(state, call["output_dir"], f"{FSDP_OPTIMIZER}{call['optimizer_index']}", _ACCELERATE)
+    _save(original, call, f"{FSDP_OPTIMIZER}{call['optimizer_index']}", only_weights=False)
 
 
 def load_weights(original: Callable[..., Any], *args: Any, **options: Any) -> Any:
     call = _bound(original, args, options)
-    state = _taken_over(call, call["model_index"])
-    if state is None:
-        return original(*args, **options)
-    run, name = _run(call["input_dir"], f"{FSDP_MODEL}{call['model_index']}")
-    if load_model(state, run, name, _ACCELERATE, "weights") is None:
+    if not _load(call, f"{FSDP_MODEL}{call['model_index']}", "weights"):
         return original(*args, **options)
     from torch.nn.modules.module import _IncompatibleKeys
 
@@ -71,18 +61,25 @@ def load_weights(original: Callable[..., Any], *args: Any, **options: Any) -> An
 
 def load_optimizer(original: Callable[..., None], *args: Any, **options: Any) -> None:
     call = _bound(original, args, options)
-    state = _taken_over(call, call["optimizer_index"])
-    if state is not None:
-        run, name = _run(call["input_dir"], f"{FSDP_OPTIMIZER}{call['optimizer_index']}")
-    if state is None or load_model(state, run, name, _ACCELERATE, "optimizer") is None:
+    if not _load(call, f"{FSDP_OPTIMIZER}{call['optimizer_index']}", "optimizer"):
         original(*args, **options)
 
 
-def _run(input_dir: str, name: str) -> tuple[str, str]:
-    """Returns the directory that was made for a save, and the name of the checkpoint in it. Accelerate lets its callers
-    pass the directory of the checkpoint itself, too."""
-    path = os.path.normpath(input_dir)
-    return (os.path.dirname(path) if os.path.basename(path) == name else path), name
+def _save(original: Callable[..., None], call: dict[str, Any], name: str, *, only_weights: bool) -> None:
+    state = _attached_state(call, name)
+    if state is None:
+        original(**call)
+    else:
+        save_model(state, call["output_dir"], name, ACCELERATE, only_weights=only_weights)
+
+
+def _load(call: Mapping[str, Any], name: str, what: Literal["weights", "optimizer"]) -> bool:
+    """Returns whether there was a checkpoint of zckpt. Accelerate lets its callers pass the directory of the checkpoint
+    itself, too."""
+    state, run = _attached_state(call, name), os.path.normpath(call["input_dir"])
+    if os.path.basename(run) == name:
+        run = os.path.dirname(run)
+    return state is not None and load_model(state, run, name, ACCELERATE, what) is not None
 
 
 def _bound(original: Callable[..., Any], args: Sequence[Any], options: Mapping[str, Any]) -> dict[str, Any]:
@@ -92,22 +89,23 @@ def _bound(original: Callable[..., Any], args: Sequence[Any], options: Mapping[s
     return bound.arguments
 
 
-def _taken_over(call: Mapping[str, Any], number: int) -> TrainState | None:
-    """Returns the TrainState that zckpt saves and loads, or None if Accelerate does it itself. If a model has adapters,
-    zckpt saves the frozen weights too, and the checkpoints share them. Collective."""
+def _attached_state(call: Mapping[str, Any], name: str) -> TrainState | None:
+    """Returns the TrainState that zckpt saves and loads, or None if Accelerate does it itself. ``name``: the name of
+    the checkpoint, which ends in the number of the model. If a model has adapters, zckpt saves the frozen weights too,
+    and the checkpoints share them. Collective."""
     accelerator = call["accelerator"]
-    if not is_taken_over() or not call.get("use_dcp", True):
+    if not is_enabled() or not call.get("use_dcp", True):  # Without DCP, Accelerate writes files for other programs.
         return None
-    reason = _left(call["fsdp_plugin"])
+    reason = _why_left(call["fsdp_plugin"])
     if not reason:
-        state = _state(accelerator, number)
-        return state if can_save(state, "Accelerate") else None
+        state = _state(accelerator, int(name.rpartition("_")[2]))
+        return state if can_save(state, ACCELERATE) else None
     if accelerator.process_index == 0:
-        leave_to("Accelerate", reason)
+        leave_to(ACCELERATE, reason)
     return None
 
 
-def _left(plugin: Any) -> str:
+def _why_left(plugin: Any) -> str:
     """Returns why zckpt leaves all models of these settings to Accelerate, or an empty text."""
     if plugin.fsdp_version != 2:
         return "zckpt supports FSDP2, which fsdp_version=2 chooses"
@@ -120,4 +118,4 @@ def _state(accelerator: Any, number: int) -> TrainState:
     """Returns the TrainState of a model of Accelerate."""
     optimizers = accelerator._optimizers
     wrapped = optimizers[number] if number < len(optimizers) else None
-    return attached_state(accelerator._models[number], getattr(wrapped, "optimizer", wrapped))
+    return attach_state(accelerator._models[number], getattr(wrapped, "optimizer", wrapped))

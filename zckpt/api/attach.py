@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 import torch.distributed as dist
 
 from zckpt.api import frameworks, fsdp_models, zero_to_fp32
-from zckpt.api.attached import choose_copy, save
+from zckpt.api.attached_saves import choose_copy, save
 from zckpt.api.background import wait_for
 from zckpt.api.open import open as open_path
 from zckpt.api.open import open_chosen
@@ -31,6 +31,7 @@ from zckpt.listing.other_formats import deepspeed_files
 from zckpt.listing.runs import latest_name, names_in
 from zckpt.ranks.collectives import Ranks
 from zckpt.restoring.plan import Caller, Request, check_settings, engine_state
+from zckpt.state.inventory import WEIGHT_PARTS
 from zckpt.storage.location import Location
 from zckpt.storage.schemes import open_store
 from zckpt.transfer.budget import flag
@@ -59,7 +60,6 @@ if TYPE_CHECKING:
         settings: Literal["checkpoint", "engine"]
 
 
-_WEIGHTS = ("master", "param", "buffer")
 _LOAD = Caller(
     call="engine.load_checkpoint",
     in_part="load_module_strict=False",
@@ -289,7 +289,7 @@ def attach_all(*, on_attach: Callable[[Any], None] | None = None, **options: Unp
     Raises:
         ValueError: an option has a value that is not allowed.
     """
-    fsdp_models.take_over(
+    fsdp_models.enable(
         _write_options(**options), options.get("full_every") or 1, options.get("settings", "checkpoint"), on_attach
     )
     frameworks.replace_functions()
@@ -455,7 +455,7 @@ def _load_checkpoint(
         parts = None
         if weights_only:
             checkpoint = open_path(path) if chosen is None else open_chosen(chosen)
-            parts = [part for part in checkpoint.parts if part in _WEIGHTS]
+            parts = [part for part in checkpoint.parts if part in WEIGHT_PARTS]
             state = engine_state(checkpoint)
             if state is not None and "scheduler" not in state:  # The writer had no optimizer, so it had no scheduler.
                 left_out.add("scheduler")

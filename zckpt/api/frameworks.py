@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zckpt.api import accelerate_fsdp, background, lightning_fsdp
-from zckpt.api.fsdp_models import attached_engine
+from zckpt.api.fsdp_models import engine_of_model
 from zckpt.engines import group_of
 from zckpt.engines.hooks import workers_ignore
 from zckpt.engines.scheduler import SavedScheduler
@@ -209,7 +209,7 @@ def _sort_checkpoints(
 
 def _save_checkpoint(original: Callable[..., None], trainer: Any, model: Any, trial: Any, **others: Any) -> None:
     global _postponed  # noqa: PLW0603  Trainer cannot pass an argument through to ``_rotate_checkpoints``
-    engine = attached_engine(trainer.model_wrapped)
+    engine = engine_of_model(trainer.model_wrapped)
     saves = saves_of(engine)
     if saves is None:
         original(trainer, model, trial, **others)
@@ -260,7 +260,7 @@ def _load_best_model(original: Callable[..., None], trainer: Any) -> None:
 
 
 def _load_scheduler(original: Callable[..., None], trainer: Any, checkpoint: Any) -> None:
-    with _own_schedules(attached_engine(trainer.model_wrapped), [] if checkpoint is None else [trainer.lr_scheduler]):
+    with _own_schedules(engine_of_model(trainer.model_wrapped), [] if checkpoint is None else [trainer.lr_scheduler]):
         original(trainer, checkpoint)
 
 
@@ -303,7 +303,7 @@ def _begin_step(original: Callable[..., None], callback: Any, *args: Any, **opti
     if not _takes_signals(callback):
         original(callback, *args, **options)
     elif not hasattr(callback, _LAST_STEP):
-        ranks = Ranks(group_of(attached_engine(callback.trainer.model_wrapped)), call="Trainer")
+        ranks = Ranks(group_of(engine_of_model(callback.trainer.model_wrapped)), call="Trainer")
         setattr(callback, _LAST_STEP, LastStep(ranks))
 
 
@@ -334,7 +334,7 @@ def _end_training(original: Callable[..., None], callback: Any, *args: Any, **op
 
 def _takes_signals(callback: Any) -> bool:
     """Returns whether the callback saves after signals, and the engine is attached to zckpt."""
-    return callback.jit_manager is not None and saves_of(attached_engine(callback.trainer.model_wrapped)) is not None
+    return callback.jit_manager is not None and saves_of(engine_of_model(callback.trainer.model_wrapped)) is not None
 
 
 # These replace methods of other frameworks.
@@ -346,7 +346,7 @@ def _save_state(original: Callable[..., Any], accelerator: Any, *args: Any, **op
     background.wait()
     configuration = accelerator.project_configuration
     limit = configuration.total_limit
-    engines = map(attached_engine, accelerator._models)
+    engines = map(engine_of_model, accelerator._models)
     if limit is None or not configuration.automatic_checkpoint_naming or not any(map(saves_of, engines)):
         return original(accelerator, *args, **options)
     configuration.total_limit = None
@@ -364,14 +364,14 @@ def _save_state(original: Callable[..., Any], accelerator: Any, *args: Any, **op
 
 
 def _load_state(original: Callable[..., Any], accelerator: Any, *args: Any, **options: Any) -> Any:
-    with _own_schedules(attached_engine(next(iter(accelerator._models), None)), accelerator._schedulers):
+    with _own_schedules(engine_of_model(next(iter(accelerator._models), None)), accelerator._schedulers):
         return original(accelerator, *args, **options)
 
 
 def _remove_checkpoint(original: Callable[..., None], strategy: Any, filepath: Any) -> None:
     """Postpones the removal until the write in the background is committed, and as long as training can be resumed from
     no newer checkpoint. Lightning removes older checkpoints after it has saved a new one."""
-    if saves_of(attached_engine(getattr(strategy, "model", None))) is None:
+    if saves_of(engine_of_model(getattr(strategy, "model", None))) is None:
         original(strategy, filepath)
     else:
         path = os.fspath(filepath)
@@ -403,13 +403,13 @@ def _save_id(path: str) -> str:
 
 _OF_LIGHTNING: dict[str, tuple[str, dict[str, Callable[..., Any]]]] = {
     "strategy": ("Strategy", {"remove_checkpoint": _remove_checkpoint}),
-    "fsdp": ("FSDPStrategy", {"setup": lightning_fsdp.tell_of_fsdp1}),
+    "fsdp": ("FSDPStrategy", {"setup": lightning_fsdp.warn_of_fsdp1}),
     "model_parallel": (
         "ModelParallelStrategy",
         {
             "setup": lightning_fsdp.setup,
-            "lightning_module_state_dict": lightning_fsdp.weights,
-            "optimizer_state": lightning_fsdp.optimizer,
+            "lightning_module_state_dict": lightning_fsdp.lightning_module_state_dict,
+            "optimizer_state": lightning_fsdp.optimizer_state,
             "save_checkpoint": lightning_fsdp.save_checkpoint,
             "load_checkpoint": lightning_fsdp.load_checkpoint,
         },

@@ -4,11 +4,12 @@ taught by replacing the functions with which it saves and loads a model (``accel
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from zckpt.api.attached import choose_copy, moments, save
+from zckpt.api.attached_saves import choose_copy, moments, save
+from zckpt.api.background import wait_for
 from zckpt.api.open import open as open_checkpoint
 from zckpt.api.open import open_chosen
 from zckpt.api.restore import Restored, restore_engine
@@ -19,7 +20,7 @@ from zckpt.errors import CheckpointNotFoundError, UnfinishedWriteError, Unsuppor
 from zckpt.format import names
 from zckpt.ranks.collectives import Ranks
 from zckpt.restoring.plan import Request
-from zckpt.state.inventory import RESERVED_PARTS
+from zckpt.state.inventory import WEIGHT_PARTS
 from zckpt.storage.location import Location
 from zckpt.storage.schemes import open_store
 from zckpt.writing.saves import Saves, saves_of
@@ -37,17 +38,20 @@ _told: set[str] = set()
 """The warnings that were given already."""
 
 
-class _Takeover:
-    """What ``attach_all`` has been called with."""
+class _Options(NamedTuple):
+    """What ``attach_all`` was called with."""
 
-    options: WriteOptions | None = None
-    """The options of the writes, or None if the frameworks save and load these models themselves."""
-    full_every = 1
-    settings = "checkpoint"
-    on_attach: Callable[[Any], None] | None = None
+    of_writes: WriteOptions
+    full_every: int
+    settings: str
+    on_attach: Callable[[Any], None] | None
 
 
-def take_over(options: WriteOptions, full_every: int, settings: str, on_attach: Callable[[Any], None] | None) -> None:
+_options: _Options | None = None
+"""None if the frameworks save and load these models themselves."""
+
+
+def enable(options: WriteOptions, full_every: int, settings: str, on_attach: Callable[[Any], None] | None) -> None:
     """Makes zckpt save and load the FSDP2 models of frameworks from now on. A second call changes nothing.
 
     Args:
@@ -56,14 +60,18 @@ def take_over(options: WriteOptions, full_every: int, settings: str, on_attach: 
         settings: as for ``zckpt.restore``.
         on_attach: a function that is called with each new TrainState, or None.
     """
-    if _Takeover.options is None:
-        _Takeover.options, _Takeover.full_every = options, full_every
-        _Takeover.settings, _Takeover.on_attach = settings, on_attach
+    global _options  # noqa: PLW0603  the frameworks cannot pass an object through to the functions below
+    _options = _options or _Options(options, full_every, settings, on_attach)
 
 
-def attached_state(model: Any, optimizers: Any) -> TrainState:
+def is_enabled() -> bool:
+    """Returns whether zckpt saves and loads the FSDP2 models of frameworks."""
+    return _options is not None
+
+
+def attach_state(model: Any, optimizers: Any) -> TrainState:
     """Returns the TrainState with which zckpt saves and loads a model. It is made when it is first asked for, which
-    should be before the first step, because it counts the steps.
+    should be before the first step, because it counts the steps. ``enable`` has to be called before.
 
     Args:
         model: the model, as the framework trains it.
@@ -72,23 +80,18 @@ def attached_state(model: Any, optimizers: Any) -> TrainState:
     """
     state = train_state_of(model, optimizers)
     if saves_of(state) is None:
-        assert _Takeover.options, "somebody has called take_over"
-        Saves(state, _Takeover.full_every, _Takeover.settings, _Takeover.options.copy_to)
-        if state.optimizers and _Takeover.on_attach is not None:
-            _Takeover.on_attach(state)
+        assert _options
+        Saves(state, _options.full_every, _options.settings, _options.of_writes.copy_to)
+        if state.optimizers and _options.on_attach is not None:
+            _options.on_attach(state)
     return state
 
 
-def attached_engine(model: Any) -> Any:
+def engine_of_model(model: Any) -> Any:
     """Returns the object that ``zckpt.write`` takes for a model of a framework: the TrainState of an FSDP2 model, if
     there is one, or else the model itself, which may be an engine of DeepSpeed."""
     kept = kept_state(model) if isinstance(model, torch.nn.Module) else None
     return kept or model
-
-
-def is_taken_over() -> bool:
-    """Returns whether zckpt saves and loads the FSDP2 models of frameworks."""
-    return _Takeover.options is not None
 
 
 def can_save(state: TrainState, framework: str) -> bool:
@@ -122,24 +125,24 @@ def save_model(
     name: str,
     framework: str,
     *,
-    weights: bool = False,
+    only_weights: bool = False,
     client_state: Mapping[str, Any] | None = None,
 ) -> None:
     """Writes a checkpoint of a model. Collective.
 
     Args:
-        state: the TrainState of the model.
+        state: what ``attach_state`` has returned for the model.
         run: the directory that the framework has made for this save.
         name: the name of the checkpoint in this directory.
         framework: the name of the framework, for error messages.
-        weights: whether only the weights are saved, and nothing of the optimizer.
+        only_weights: whether nothing of the optimizer is saved.
         client_state: what the framework saves beside the model.
     """
     saves, path = saves_of(state), str(Location.of(run).child(name))
-    assert saves, "the state is that of attached_state"
-    assert _Takeover.options, "somebody has called take_over"
-    options = replace(_Takeover.options, client_state=client_state)
-    if weights:
+    assert saves
+    assert _options
+    options = replace(_options.of_writes, client_state=client_state)
+    if only_weights:
         write_engine(state, path, replace(options, exclude=moments(state), run=run))
     else:
         save(state, saves, options, run, path, Ranks(group_of(state), call=framework))
@@ -159,7 +162,7 @@ def load_model(
     PyTorch's files beside it. Collective.
 
     Args:
-        state: the TrainState of the model.
+        state: what ``attach_state`` has returned for the model.
         run: the directory that the framework has made for the save.
         name: the name of the checkpoint in this directory.
         framework: the name of the framework, for error messages.
@@ -168,7 +171,8 @@ def load_model(
         strict: as for ``zckpt.restore``.
     """
     saves, ranks = saves_of(state), Ranks(group_of(state), call=framework)
-    assert saves, "the state is that of attached_state"
+    assert saves
+    wait_for(ranks)  # A write in the background may be about to commit the checkpoint.
     found = choose_copy(saves, Location.of(run).absolute(), name, ranks)
     place = str(Location.of(run).child(name)) if found is None else found[0]
 
@@ -185,13 +189,20 @@ def load_model(
     parts = next((parts for parts in ranks.share(look, "look for the checkpoint") if parts is not None), None)
     if parts is None:
         return None
-    trees = None if what == "all" else () if what == "weights" else ("counters", "optimizer")
     request = Request(
-        parts=None if what == "all" else [part for part in parts if (part in RESERVED_PARTS) == (what == "weights")],
-        state=trees, strict=strict, settings=saves.settings, own_client_state=True, all_moments=True, leave_out=True,
-        has_weights=what == "optimizer",
+        strict=strict, settings=saves.settings, own_client_state=True, all_moments=True, leave_out=True
     )  # fmt: skip
-    return restore_engine(state, place, request)[0]
+    if what == "weights":
+        request = replace(request, parts=[part for part in parts if part in WEIGHT_PARTS])
+    else:
+        saves.have_next_full()
+    if what == "optimizer":
+        others = [part for part in parts if part not in WEIGHT_PARTS]
+        request = replace(request, parts=others, state=("counters", "optimizer"), has_weights=True)
+    restored, _ = restore_engine(state, place, request)
+    if what != "weights":
+        saves.end(0, run)
+    return restored
 
 
 def _is_older_than_pytorchs(run: str, name: str) -> bool:

@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zckpt.api.fsdp_models import attached_state, can_save, is_taken_over, leave_to, load_model, save_model
+from zckpt.api.fsdp_models import attach_state, can_save, is_enabled, leave_to, load_model, save_model
 from zckpt.engines import group_of
 from zckpt.ranks.collectives import Ranks
 
@@ -24,33 +24,37 @@ _CHECKPOINT = "checkpoint"
 _LIGHTNING = "Lightning"
 _WEIGHTS, _OPTIMIZERS = "state_dict", "optimizer_states"
 """The entries of Lightning's checkpoints that have the weights, and the states of the optimizers."""
+_SAVED_BY_ZCKPT = "_zckpt_state"
+"""The attribute of a strategy that has, during a save, the TrainState that zckpt saves, or None if Lightning saves the
+model itself."""
 
 
-# These replace methods of ModelParallelStrategy. All ranks call each of them.
+# These replace methods of ModelParallelStrategy, and have their names. All ranks call each of them.
 
 
 def setup(original: Callable[..., None], strategy: Any, trainer: Any) -> None:
     """Makes a TrainState before the first step, because the TrainState counts the steps."""
     original(strategy, trainer)
-    if is_taken_over():
-        _taken_over(strategy)
+    _attached_state(strategy)
 
 
-def weights(original: Callable[..., dict[str, Any]], strategy: Any) -> dict[str, Any]:
-    """Returns nothing if zckpt saves the model. Lightning would copy all weights into host memory."""
-    return original(strategy) if _taken_over(strategy) is None else {}
+def lightning_module_state_dict(original: Callable[..., dict[str, Any]], strategy: Any) -> dict[str, Any]:
+    """Returns nothing if zckpt saves the model. Lightning would copy all weights into host memory. This is the first
+    call of a save."""
+    setattr(strategy, _SAVED_BY_ZCKPT, _attached_state(strategy))
+    return original(strategy) if getattr(strategy, _SAVED_BY_ZCKPT) is None else {}
 
 
-def optimizer(original: Callable[..., dict[str, Any]], strategy: Any, *args: Any, **options: Any) -> dict[str, Any]:
+def optimizer_state(original: Callable[..., dict[str, Any]], strategy: Any, optimizer: Any) -> dict[str, Any]:
     """Returns nothing if zckpt saves the model. PyTorch's function, which Lightning calls, makes an optimizer step if
     there has been none."""
-    return original(strategy, *args, **options) if _taken_over(strategy) is None else {}
+    return original(strategy, optimizer) if getattr(strategy, _SAVED_BY_ZCKPT, None) is None else {}
 
 
 def save_checkpoint(
     original: Callable[..., None], strategy: Any, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
 ) -> None:
-    state = _taken_over(strategy)
+    state = vars(strategy).pop(_SAVED_BY_ZCKPT, None)
     if state is None or storage_options is not None:  # Lightning refuses such options.
         original(strategy, checkpoint, filepath, storage_options=storage_options)
         return
@@ -60,13 +64,13 @@ def save_checkpoint(
     ranks.together(lambda: Path(path).unlink() if ranks.rank == 0 and os.path.isfile(path) else None, "begin the save")
     client_state = {key: value for key, value in checkpoint.items() if key not in (_WEIGHTS, _OPTIMIZERS)}
     only_weights = bool(state.optimizers) and _OPTIMIZERS not in checkpoint
-    save_model(state, path, _CHECKPOINT, _LIGHTNING, weights=only_weights, client_state=client_state)
+    save_model(state, path, _CHECKPOINT, _LIGHTNING, only_weights=only_weights, client_state=client_state)
 
 
 def load_checkpoint(
     original: Callable[..., dict[str, Any]], strategy: Any, checkpoint_path: Any, *args: Any, **options: Any
 ) -> dict[str, Any]:
-    state = _taken_over(strategy)
+    state = _attached_state(strategy)
     if state is not None:
         path = Ranks(group_of(state), call=_LIGHTNING).share(lambda: os.fspath(checkpoint_path), "agree on a path")[0]
         module = strategy.lightning_module
@@ -77,22 +81,22 @@ def load_checkpoint(
     return original(strategy, checkpoint_path, *args, **options)
 
 
-def _taken_over(strategy: Any) -> TrainState | None:
+def _attached_state(strategy: Any) -> TrainState | None:
     """Returns the TrainState that zckpt saves and loads, or None if Lightning does it itself. Collective."""
-    if not is_taken_over():
+    if not is_enabled():
         return None
     if not strategy._save_distributed_checkpoint:
         if strategy.global_rank == 0:
             leave_to(_LIGHTNING, "it has save_distributed_checkpoint=False, so it saves to a single file")
         return None
-    state = attached_state(strategy.model, strategy.optimizers)
+    state = attach_state(strategy.model, strategy.optimizers)
     return state if can_save(state, _LIGHTNING) else None
 
 
-# This replaces a method of FSDPStrategy.
+# This replaces the method ``setup`` of FSDPStrategy.
 
 
-def tell_of_fsdp1(original: Callable[..., None], strategy: Any, *args: Any, **options: Any) -> None:
+def warn_of_fsdp1(original: Callable[..., None], strategy: Any, *args: Any, **options: Any) -> None:
     original(strategy, *args, **options)
-    if is_taken_over() and strategy.global_rank == 0:
+    if is_enabled() and strategy.global_rank == 0:
         leave_to(_LIGHTNING, "its FSDPStrategy uses FSDP1; zckpt supports FSDP2, which ModelParallelStrategy uses")

@@ -122,8 +122,8 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     if arguments.require_engine or os.environ.get("RANK", "0") == "0":
         _print(
-            "nothing was attached: the script made no engine by deepspeed.initialize, and no FSDP2 model by "
-            "Accelerate, that zckpt supports"
+            "nothing was attached: the script made neither an engine by deepspeed.initialize nor an FSDP2 model by "
+            "Accelerate, Trainer or Lightning that zckpt supports"
         )
     return 2 if arguments.require_engine else 0
 

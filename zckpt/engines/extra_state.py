@@ -43,7 +43,7 @@ class ExtraState:
             return
         places = {_place(tensor) for tensor in tensors}
         sharded = any(local_of(tensor) is not tensor for tensor in tensors)
-        for key, value in self._state_dict(_without_values(root) if sharded else root, keep_vars=True).items():
+        for key, value in self._state_dict(_without_values(root, {}) if sharded else root, keep_vars=True).items():
             name = plain_name(key)
             # If a hook gives a parameter another name, takes a view of it, or computes something from sharded
             # parameters, this is not further state.
@@ -141,21 +141,34 @@ class ExtraState:
 class _FromShards(torch.Tensor):
     """A tensor without values in the place of a sharded parameter. What is computed from it is of this class too."""
 
+    def _same(self, *_: object, **__: object) -> _FromShards:
+        return self
 
-def _without_values(module: torch.nn.Module) -> torch.nn.Module:
+    full_tensor = to_local = redistribute = _same
+    """Methods of a DTensor."""
+
+
+def _without_values(module: torch.nn.Module, made: dict[int, torch.Tensor]) -> torch.nn.Module:
     """Returns a module that makes the same state dict, but in which sharded parameters have no values. A hook that
     divides or joins parameters, such as those of the query, key and value of an attention, gathers sharded ones on all
-    ranks. Here it must not: this costs memory, and a rank that has failed before would leave the others waiting."""
+    ranks. Here it must not: this costs memory, and a rank that has failed before
+    would leave the others waiting. ``made``: what stands for each sharded parameter, by its ``id``; a tied parameter is
+    one object here, too."""
+
+    def without_values(parameter: torch.nn.Parameter | None) -> torch.Tensor | None:
+        if parameter is None or local_of(parameter) is parameter:
+            return parameter
+        empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+        return made.setdefault(id(parameter), empty.as_subclass(_FromShards))
+
     copy = object.__new__(type(module))
-    vars(copy).update(vars(module))
-    copy._modules = {name: None if child is None else _without_values(child) for name, child in module._modules.items()}
-    parameters: dict[str, Any] = {
-        name: parameter
-        if parameter is None or local_of(parameter) is parameter
-        else torch.empty(parameter.shape, dtype=parameter.dtype, device="meta").as_subclass(_FromShards)
-        for name, parameter in module._parameters.items()
-    }
-    copy._parameters = parameters
+    # An assignment to an attribute of a compiled module would change the module that it has compiled.
+    children = module._modules.items()
+    vars(copy).update(
+        vars(module),
+        _modules={name: None if child is None else _without_values(child, made) for name, child in children},
+        _parameters={name: without_values(parameter) for name, parameter in module._parameters.items()},
+    )
     return copy
 
 

@@ -15,7 +15,7 @@ from zckpt.engines.peft import adapter_configs
 from zckpt.exporting.plan import SourceTensor
 from zckpt.offloading.away import away, where_it_is
 from zckpt.plan.reshard import StoredPieces
-from zckpt.state.inventory import BUFFER, MASTER, PARAM, unconverted
+from zckpt.state.inventory import BUFFER, PARAM, WEIGHT_PARTS, unconverted
 from zckpt.transfer.budget import Budget
 from zckpt.transfer.devices import synchronize
 from zckpt.transfer.memory import check_cast, check_fragments
@@ -54,7 +54,7 @@ class EngineSource:
             adapter.refuse_unsupported(drop_gradients=True)
             synchronize(adapter.devices)
             inventory = adapter.inventory((PARAM, BUFFER) if dtype is None else None)
-            fragments = [f for f in inventory.fragments if f.part in (MASTER, PARAM, BUFFER) and f.copy == 0]
+            fragments = [f for f in inventory.fragments if f.part in WEIGHT_PARTS and f.copy == 0]
             self.fragments = [where_it_is(fragment) for fragment in fragments]
             check_fragments(self.fragments)
             self.aliases = dict(inventory.aliases)

@@ -12,7 +12,7 @@ from zckpt.listing.runs import newest_to_resume
 from zckpt.plan.select import part_of
 from zckpt.restoring.matching import Match, match
 from zckpt.restoring.mismatch import summary, told
-from zckpt.state.inventory import BUFFER, MASTER, PARAM, RESERVED_PARTS
+from zckpt.state.inventory import MASTER, RESERVED_PARTS, WEIGHT_PARTS
 from zckpt.storage.schemes import open_store
 
 if TYPE_CHECKING:
@@ -171,7 +171,7 @@ def plan_restore(
                 )
         if not request.strict:
             warnings += _fits_in_part(checkpoint, matched, trees)
-    weights = [part for part in names if part in (MASTER, PARAM, BUFFER)]
+    weights = [part for part in names if part in WEIGHT_PARTS]
     hint = _hint(adapter, selection, matched, weights, misfits, roles, against, saved, request.caller)
     left_out = checkpoint.contents.left_out
     if left_out and "optimizer" in trees and (request.strict or request.all_moments):

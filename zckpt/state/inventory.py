@@ -23,6 +23,7 @@ a model's tensors, and no adapter returns it.
 Every other part is a *moment*: a value that an optimizer keeps in the shape of the weights. Its name is torch's name.
 """
 RESERVED_PARTS = frozenset({MASTER, PARAM, BUFFER, STATE})
+WEIGHT_PARTS = frozenset({MASTER, PARAM, BUFFER})
 ANY_TIME = frozenset({PARAM, BUFFER, STATE})
 """The parts that may change between two steps of the optimizer, because the model's own forward pass changes tensors
 that are not trained."""

@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from zckpt.format.digest import digest
-from zckpt.state.inventory import BUFFER, MASTER, PARAM
+from zckpt.state.inventory import MASTER, PARAM, WEIGHT_PARTS
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
@@ -84,4 +84,4 @@ def use_of(written: Collection[str], parts: Collection[str], *, trains: bool, al
         return Use.RESUME
     if all_weights:
         missing.discard(MASTER)
-    return Use.PART if missing.intersection({MASTER, PARAM, BUFFER}) else Use.WEIGHTS
+    return Use.PART if missing.intersection(WEIGHT_PARTS) else Use.WEIGHTS

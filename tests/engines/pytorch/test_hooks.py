@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 import zckpt
 
@@ -36,9 +35,7 @@ class Joined(nn.Module):
 
     @staticmethod
     def _divide(module: Joined, state: Any, prefix: str, _: object) -> None:
-        both = state.pop(f"{prefix}both.weight")
-        if isinstance(both, DTensor):
-            both = both.full_tensor()
+        both = state.pop(f"{prefix}both.weight").full_tensor()
         state[f"{prefix}query"], state[f"{prefix}key"] = (half.contiguous() for half in both.chunk(2))
         state[f"{prefix}factor"] = module.factor
 
@@ -50,7 +47,8 @@ class Joined(nn.Module):
 
 def make(factor: float) -> zckpt.TrainState:
     torch.manual_seed(int(factor))
-    model: Any = nn.Sequential(Joined(factor))
+    compiled: Any = torch.compile(nn.Linear(3, 3), backend="eager")
+    model: Any = nn.Sequential(Joined(factor), compiled)
     fully_shard(model)
     state = zckpt.TrainState(model, torch.optim.AdamW(model.parameters()))
     model(torch.ones(2, 4)).sum().backward()
@@ -60,6 +58,7 @@ def make(factor: float) -> zckpt.TrainState:
 
 def write_and_restore(path: str) -> list[Any]:
     written, restored = make(2), make(3)
+    zckpt.write(written, f"{path}1")
     zckpt.write(written, path)
     zckpt.restore(restored, path)
     values = []
@@ -70,6 +69,7 @@ def write_and_restore(path: str) -> list[Any]:
 
 
 def test_what_a_hook_computes_from_sharded_weights_is_not_saved_twice(cluster: Cluster, tmp_path: Path) -> None:
+    """A write also leaves a compiled module as it is."""
     for written, restored in cluster.run(write_and_restore, 2, str(tmp_path / "c")):
         assert restored == written
         assert written[1] == [2.0] * 3
@@ -77,6 +77,8 @@ def test_what_a_hook_computes_from_sharded_weights_is_not_saved_twice(cluster: C
     assert {key for key in checkpoint if key.startswith(("master", "buffer"))} == {
         "master/0.both.weight",
         "buffer/0.factor",
+        "master/1.weight",
+        "master/1.bias",
     }
 
 

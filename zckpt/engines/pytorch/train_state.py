@@ -133,9 +133,12 @@ class _Kept:
 
 
 def train_state_of(model: torch.nn.Module, optimizer: Any, scheduler: Any = None) -> TrainState:
-    """Returns the TrainState that was made for these objects before, or else a new one. Raises TypeError."""
+    """Returns the TrainState that was made for these objects before, or else a new one. An optimizer that a framework
+    has wrapped, as Accelerate does, counts as the one inside. Raises TypeError."""
     kept = kept_state(model) if isinstance(model, torch.nn.Module) else None
-    if kept is not None and kept.scheduler is scheduler and kept.optimizers == _optimizers(optimizer):
+    optimizers = _optimizers(optimizer)
+    inside = tuple(getattr(each, "optimizer", each) for each in optimizers)
+    if kept is not None and kept.scheduler is scheduler and kept.optimizers in (optimizers, inside):
         return kept
     return TrainState(model, optimizer, scheduler)
 
