@@ -3,13 +3,13 @@ for an FSDP2 model with AdamW, on 1 and on 2 ranks.
 
     python bench/fsdp_vs_dcp.py [--size 1.5GiB] [--dir DIR] [--runs 5]
 
-The model is a stack of Linear layers in fp32 after one step, in CPU memory. Both libraries make their files durable.
-DCP is called as in PyTorch's tutorial, with ``get_state_dict`` and ``set_state_dict``. Measured are the time of a
-write, the time for which a write in the background stops the training, the time of a load whose files are in the page
-cache and of one whose files are not, and the peak of the memory that a first write and a first load take, on top of the
-model. A write in the background uses a lazy snapshot with zckpt. A first load also makes the moments, whose bytes are
-two thirds of the state. A write that stops the training copies nothing with either library, because the state is in CPU
-memory.
+The model is a stack of Linear layers in fp32 after one step, in CPU memory. All files are made durable: zckpt and DCP do
+this themselves, and for torch_checkpointing the benchmark does. DCP is called as in PyTorch's tutorial, with
+``get_state_dict`` and ``set_state_dict``. Measured are the time of a write, the time for which a write in the background
+stops the training, the time of a load whose files are in the page cache and of one whose files are not, and the peaks of
+memory, on top of the model: of a write in the background, of a write, and of a first load. zckpt copies the state for a
+write in the background, unless the snapshot is lazy. A first load also makes the moments, whose bytes are two thirds of
+the state. A write that stops the training copies nothing with any of the libraries, because the state is in CPU memory.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 from common import GIB, Result, parse_options, speedup, workspace
-from training import THIRD, fsdp_memory, fsdp_rounds, start_ranks
+from training import TORCH_CHECKPOINTING, fsdp_memory, fsdp_rounds, start_ranks
 
 RANKS = {1: "1 rank", 2: "2 ranks"}
 
@@ -36,7 +36,7 @@ def main() -> None:
         with workspace(options, 2 * options.size) as directory:
             peaks = {
                 library: start_ranks(fsdp_memory, ranks, directory, options.size, library)[0]
-                for library in ("zckpt", "DCP", *([THIRD] if find_spec(THIRD) else []))
+                for library in ("zckpt", "DCP", *([TORCH_CHECKPOINTING] if find_spec(TORCH_CHECKPOINTING) else []))
             }
         for what in ("write", "background", "load"):
             figures = {name: of_library[what]["peak_mib"] for name, of_library in peaks.items() if what in of_library}

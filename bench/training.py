@@ -452,7 +452,7 @@ def load_with_dcp(state: zckpt.TrainState, path: Path) -> None:
     )
 
 
-THIRD = "torch_checkpointing"
+TORCH_CHECKPOINTING = "torch_checkpointing"
 
 
 class TorchCheckpointing:
@@ -489,7 +489,7 @@ def fsdp_rounds(directory: Path, nbytes: int, runs: int) -> dict[str, Any]:
     """Returns the rounds of writes, of the pauses of writes in the background, and of cold and cached loads of an FSDP2
     model. The libraries are zckpt, DCP and, if it is installed, torch_checkpointing."""
     state = make_fsdp(nbytes)
-    third = TorchCheckpointing() if find_spec("torch_checkpointing") else None
+    third = TorchCheckpointing() if find_spec(TORCH_CHECKPOINTING) else None
     ours, theirs, pending = directory / "zckpt", directory / "dcp", list[Any]()
 
     def begin() -> None:
@@ -500,11 +500,16 @@ def fsdp_rounds(directory: Path, nbytes: int, runs: int) -> dict[str, Any]:
         Contestant("DCP", lambda: save_with_dcp(state, directory / "saved")),
     ]
     if third is not None:
-        writes.append(Contestant(THIRD, partial(third.save, state, directory / "third")))
+        writes.append(Contestant(TORCH_CHECKPOINTING, partial(third.save, state, directory / "third")))
     rounds = {"write": together(writes, runs, after=lambda: remove_on_first(directory))}
     pauses = [
         Contestant(
             "zckpt", lambda: zckpt.write(state, directory / "later", latest=False, background=True), finish=zckpt.wait
+        ),
+        Contestant(
+            "zckpt, lazy",
+            lambda: zckpt.write(state, directory / "lazy", latest=False, background=True, snapshot="lazy"),
+            finish=zckpt.wait,
         ),
         Contestant("DCP", begin, finish=lambda: pending.pop().result()),
     ]
@@ -521,7 +526,7 @@ def fsdp_rounds(directory: Path, nbytes: int, runs: int) -> dict[str, Any]:
     if third is not None:
         paths.append(directory / "third")
         third.save(state, paths[-1])
-        loads.append(Contestant(THIRD, partial(third.load, state, paths[-1])))
+        loads.append(Contestant(TORCH_CHECKPOINTING, partial(third.load, state, paths[-1])))
     rounds["load, cold"] = together(loads, runs, before=lambda: on_first(drop_from_cache, directory))
     rounds["load, cached"] = {}
     for contestant, path in zip(loads, paths, strict=True):
@@ -535,10 +540,10 @@ def fsdp_memory(directory: Path, nbytes: int, library: str) -> dict[str, dict[st
     not trained take at most. torch_checkpointing has no save in the background without CUDA."""
     path, figures = directory / library, dict[str, dict[str, float]]()
     state = make_fsdp(nbytes)
-    third = TorchCheckpointing() if library == THIRD else None
+    third = TorchCheckpointing() if library == TORCH_CHECKPOINTING else None
     functions: dict[str, Any] = {"zckpt": (partial(zckpt.write, latest=False), zckpt.restore)}
     functions["DCP"] = save_with_dcp, load_with_dcp
-    functions[THIRD] = getattr(third, "save", None), getattr(third, "load", None)
+    functions[TORCH_CHECKPOINTING] = getattr(third, "save", None), getattr(third, "load", None)
     save, load = functions[library]
     if library == "zckpt":
         with metered(figures, "background"):

@@ -1,8 +1,8 @@
 """torchtitan's own trainer on a tiny model: titan.py DIRECTORY zckpt|torchtitan STEPS OPTIONS, with the options of the
 manager of checkpoints as JSON.
 
-torchtitan expects an accelerator. The first lines of this script let it run on the CPU, and none of them is about
-checkpoints.
+torchtitan expects an accelerator. To let it run on the CPU, this script replaces functions of ``torch.cpu``, and the
+attention of the model. It replaces nothing that saves or loads.
 """
 
 # ruff: noqa: E402
