@@ -3,13 +3,14 @@ for an FSDP2 model with AdamW, on 1 and on 2 ranks.
 
     python bench/fsdp_vs_dcp.py [--size 1.5GiB] [--dir DIR] [--runs 5]
 
-The model is a stack of Linear layers in fp32 after one step, in CPU memory. All files are made durable: zckpt and DCP do
-this themselves, and for torch_checkpointing the benchmark does. DCP is called as in PyTorch's tutorial, with
-``get_state_dict`` and ``set_state_dict``. Measured are the time of a write, the time for which a write in the background
-stops the training, the time of a load whose files are in the page cache and of one whose files are not, and the peaks of
-memory, on top of the model: of a write in the background, of a write, and of a first load. zckpt copies the state for a
-write in the background, unless the snapshot is lazy. A first load also makes the moments, whose bytes are two thirds of
-the state. A write that stops the training copies nothing with any of the libraries, because the state is in CPU memory.
+The model is a stack of Linear layers in fp32 after one step, in CPU memory. All files are made durable: zckpt and DCP
+do this themselves, and for torch_checkpointing the benchmark does. DCP is called as in PyTorch's tutorial, with
+``get_state_dict`` and ``set_state_dict``. Measured are the time of a write, the time for which a write in the
+background stops the training, the time of a load whose files are in the page cache and of one whose files are not, and
+the peaks of memory, on top of the model: of a write in the background, of a write, and of a first load. zckpt copies
+the state for a write in the background, unless the snapshot is lazy. A first load also makes the moments, whose bytes
+are two thirds of the state. A write that stops the training copies nothing with any of the libraries, because the
+state is in CPU memory.
 """
 
 from __future__ import annotations
