@@ -156,7 +156,7 @@ def test_another_number_of_ranks_gets_no_state(cluster: Cluster, tmp_path: Path)
     first, *others = cluster.run(restore_elsewhere, 3, path, False)
     assert len(first) == 1
     assert "each of the 2 ranks" in first[0]
-    assert "of its own ('train'); these are 3 ranks, and none of them gets any" in first[0]
+    assert "of its own ('train'). Now the number of ranks is 3, and none gets any of them" in first[0]
     assert others == [[], []]
 
 

@@ -1,4 +1,4 @@
-"""Run a training script whose DeepSpeed engines save and load with zckpt."""
+"""Run a training script whose DeepSpeed engines and FSDP2 models save and load with zckpt."""
 
 from __future__ import annotations
 

@@ -40,7 +40,8 @@ def adapt(engine: Any) -> EngineAdapter:
     if adapter is None:
         raise UnsupportedError(
             f"{type(engine).__module__}.{type(engine).__qualname__} is not a training engine that zckpt knows",
-            hint="supported: the engine that deepspeed.initialize returns, and zckpt.TrainState(model, optimizer)",
+            hint="supported: the engine that deepspeed.initialize returns, zckpt.TrainState(model, optimizer), and the "
+            "tuple (model, optimizer)",
         )
     return adapter(engine)
 
@@ -50,6 +51,8 @@ def engine_of(value: object) -> Any:
     optimizer, scheduler)``, and any other value unchanged. Raises TypeError for a tuple of other objects."""
     if not isinstance(value, tuple):
         return value
+    if len(value) not in (2, 3):
+        raise TypeError(f"a tuple is (model, optimizer) or (model, optimizer, scheduler), not one of {len(value)}")
     from zckpt.engines.pytorch.train_state import train_state_of
 
     return train_state_of(*value)

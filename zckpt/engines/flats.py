@@ -208,7 +208,7 @@ def foreign(parameters: Mapping[str, Any], optimized: Iterable[Any]) -> Iterator
     name. ``parameters``: the parameters of the module by name. ``optimized``: those of the optimizer."""
     known = {id(parameter) for parameter in parameters.values()}
     if any(id(parameter) not in known for parameter in optimized):
-        yield "an optimizer with parameters that are not the module's"
+        yield "an optimizer with parameters that are not the model's: make it after the model is wrapped or sharded"
 
 
 def moments(flat: FlatBuffer, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:

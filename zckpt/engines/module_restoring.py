@@ -47,7 +47,7 @@ class ModuleRestoring:
         if "counters" in state:
             counters_of(state)
         if "optimizer" in state and state["optimizer"] is None:
-            live_class = type(self._kind.optimizer).__name__
+            live_class = optimizer.class_name(self._kind.optimizer)
             reasons.append(f"optimizer: none in the checkpoint, {live_class} in the engine")
         elif "optimizer" in state:
             zero, restored = self._kind, self._selection.restored

@@ -195,8 +195,8 @@ def _not_dealt_out(checkpoint: Checkpoint, size: int, lost: Sequence[str]) -> st
     one."""
     return (
         f"each of the {checkpoint.world_size} ranks that wrote {checkpoint.path} had values of its own "
-        f"({', '.join(map(repr, lost))}); these are {size} ranks, and none of them gets any, so that a data loader "
-        "begins anew. zckpt.open(path).client_rank_state(rank) returns those of each rank, to be divided anew"
+        f"({', '.join(map(repr, lost))}). Now the number of ranks is {size}, and none gets any of them, so that a data "
+        "loader or a loss scale begins anew. zckpt.open(path).client_rank_state(rank) returns those of each rank"
     )
 
 

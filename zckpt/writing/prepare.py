@@ -370,7 +370,9 @@ def _check_engines(facts: Sequence[Facts], options: WriteOptions, rank: int) -> 
         if runs_differ or not options.leave_out:
             raise RankError(
                 f"{message}: {'it belongs to another run' if runs_differ else 'its weights are others'}",
-                rank=number, hint="every rank has to write the same engine, and in the same order if there are several",
+                rank=number,
+                hint="every rank has to write the same engine, and in the same order if there are several; without "
+                "DeepSpeed, the model of every rank has to be wrapped by DistributedDataParallel or fully_shard",
             )  # fmt: skip
         if rank == 0:
             warn(f"{message}, or its copy of the weights differs")

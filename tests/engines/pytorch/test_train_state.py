@@ -158,7 +158,7 @@ def test_a_model_without_an_optimizer_gets_the_weights(tmp_path: Path) -> None:
     train(trained, 2)
     zckpt.write(trained, tmp_path / "a")
     torch.manual_seed(1)
-    evaluated = zckpt.TrainState(Net())
+    evaluated = zckpt.TrainState(Net(), None)
     zckpt.restore(evaluated, tmp_path / "a")
     assert frozen(evaluated.model.state_dict()) == frozen(trained.model.state_dict())
     zckpt.write(evaluated, tmp_path / "weights" / "b")
@@ -181,6 +181,8 @@ def test_other_objects_are_refused(wrong: tuple[str, Any]) -> None:
     arguments = {"model": nn.Linear(1, 1), "optimizer": None, wrong[0]: wrong[1]}
     with pytest.raises(TypeError, match=wrong[0]):
         zckpt.TrainState(**arguments)
+    with pytest.raises(TypeError, match="not one of 1"):
+        zckpt.write((nn.Linear(1, 1),))
 
 
 @pytest.mark.parametrize(("there", "here"), [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)])

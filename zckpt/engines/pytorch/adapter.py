@@ -83,8 +83,8 @@ class TorchAdapter(ModuleAdapter):
         if self.engine.has_gradients() or next(unsharded_gradients(self.module), None) is not None:
             raise UnsupportedError(
                 "the optimizer has gradients that no step has used yet",
-                hint='do this right after optimizer.step(), or pass pending_gradients="drop" to write without these '
-                "gradients",
+                hint="do this right after optimizer.step(); if a GradScaler has skipped that step, call "
+                'optimizer.zero_grad() before; pending_gradients="drop" writes without these gradients',
             )
 
     def _unsupported(self) -> Iterator[str]:

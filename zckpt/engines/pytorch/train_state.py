@@ -49,7 +49,7 @@ class TrainState:
     def __init__(
         self,
         model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
         scheduler: Any = None,
         *,
         step: int = 0,
