@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import shutil
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ import zckpt
 from tests.support.fsdp_on_cpu import fsdp_accelerator
 from tests.support.slow_writes import slow
 from zckpt.api import lightning_fsdp
+from zckpt.api.fsdp_models import engine_of_model
 from zckpt.listing.find import find
 from zckpt.listing.runs import can_resume
 
@@ -148,7 +151,7 @@ def test_a_load_waits_for_the_save_and_begins_the_count_of_full_ones_anew(cluste
     assert cluster.run(save_in_background, 1, str(tmp_path / "run"), init=False) == [expected]
 
 
-def save_without_zckpt(directory: str) -> bool:
+def save_without_zckpt(directory: str) -> tuple[bool, int, bool]:
     """Saves with zckpt, then with PyTorch to the same directory, and loads."""
     from accelerate.utils import fsdp_utils
 
@@ -163,11 +166,41 @@ def save_without_zckpt(directory: str) -> bool:
     saved = model.weight.full_tensor().clone()
     step(accelerator, model, optimizer)
     accelerator.load_state(directory)
-    return torch.equal(saved, model.weight.full_tensor())
+    state = engine_of_model(model)
+    loaded = state.step
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        accelerator.save_state(directory)
+    told = any("has a checkpoint of PyTorch too" in str(warning.message) for warning in caught)
+    return torch.equal(saved, model.weight.full_tensor()), loaded, told
 
 
 def test_a_later_save_without_zckpt_is_loaded(cluster: Cluster, tmp_path: Path) -> None:
-    assert cluster.run(save_without_zckpt, 1, str(tmp_path / "state"), init=False) == [True]
+    """Its step is known then, and a save beside it gives a warning."""
+    assert cluster.run(save_without_zckpt, 1, str(tmp_path / "state"), init=False) == [(True, 2, True)]
+
+
+def save_in_part(directory: str) -> list[bool]:
+    """Saves twice into one directory. The second save fails between the weights and the optimizer."""
+    zckpt.attach_all()
+    objects = accelerated()
+    accelerator, model, optimizer = objects
+    step(*objects)
+    accelerator.save_state(directory)
+    saved = model.weight.full_tensor().clone()
+    moments = optimizer.state[model.weight]["exp_avg"].full_tensor().clone()
+    step(*objects)
+    with mock.patch("zckpt.api.fsdp_models.save", side_effect=OSError), suppress(OSError):
+        accelerator.save_state(directory)
+    assert zckpt.open(f"{directory}/pytorch_model_fsdp_0").step == 2
+    with pytest.warns(UserWarning, match="are of step 2, and the optimizer's state is of step 1"):
+        accelerator.load_state(directory)
+    loaded = optimizer.state[model.weight]["exp_avg"].full_tensor()
+    return [torch.equal(model.weight.full_tensor(), saved), torch.equal(loaded, moments)]
+
+
+def test_a_save_in_part_is_loaded_as_the_save_before(cluster: Cluster, tmp_path: Path) -> None:
+    assert cluster.run(save_in_part, 1, str(tmp_path / "state"), init=False) == [[True, True]]
 
 
 def lightning_weights(directory: str) -> tuple[list[str], int, bool]:
@@ -201,6 +234,9 @@ def lightning_weights(directory: str) -> tuple[list[str], int, bool]:
         def configure_optimizers(self) -> Any:
             return torch.optim.AdamW(self.parameters())
 
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            checkpoint["state_dict"]["teacher"] = torch.ones(2)
+
     options: dict[str, Any] = {"accelerator": "cpu", "devices": 2, "logger": False, "enable_progress_bar": False}
     saves = ModelCheckpoint(directory, "{step}", every_n_train_steps=2, save_weights_only=True)
     trainer = Trainer(strategy=ModelParallelStrategy(2, 1), max_steps=2, callbacks=[saves], **options)
@@ -212,6 +248,7 @@ def lightning_weights(directory: str) -> tuple[list[str], int, bool]:
     for module in (trained, other):
         cast("FSDPModule", module.layer).reshard()
         weights.append(module.layer.weight)
+    assert checkpoint.state["client_state"]["state_dict"]["teacher"].tolist() == [1.0, 1.0]
     return [*checkpoint.parts], checkpoint.step, torch.equal(weights[0].full_tensor(), weights[1].full_tensor())
 
 

@@ -12,7 +12,7 @@ import inspect
 import os
 from typing import TYPE_CHECKING, Any
 
-from zckpt.api.fsdp_models import attach_state, can_save, is_enabled, leave_to, load_model, save_model
+from zckpt.api.fsdp_models import attach_state, can_save, is_enabled, leave_to, load_model, save_model, take_step
 from zckpt.listing.trainer import FSDP_MODEL, FSDP_OPTIMIZER
 
 if TYPE_CHECKING:
@@ -61,8 +61,11 @@ def load_weights(original: Callable[..., Any], *args: Any, **options: Any) -> An
 
 def load_optimizer(original: Callable[..., None], *args: Any, **options: Any) -> None:
     call = _bound(original, args, options)
-    if not _load(call, f"{FSDP_OPTIMIZER}{call['optimizer_index']}", "optimizer"):
+    name = f"{FSDP_OPTIMIZER}{call['optimizer_index']}"
+    if not _load(call, name, "optimizer"):
         original(*args, **options)
+        if is_enabled() and not _why_left(call["fsdp_plugin"]):
+            take_step(_state(call["accelerator"], _number(name)))
 
 
 def _save(original: Callable[..., None], call: dict[str, Any], name: str, *, only_weights: bool) -> None:
@@ -98,11 +101,16 @@ def _attached_state(call: Mapping[str, Any], name: str) -> TrainState | None:
         return None
     reason = _why_left(call["fsdp_plugin"])
     if not reason:
-        state = _state(accelerator, int(name.rpartition("_")[2]))
+        state = _state(accelerator, _number(name))
         return state if can_save(state, ACCELERATE) else None
     if accelerator.process_index == 0:
         leave_to(ACCELERATE, reason)
     return None
+
+
+def _number(name: str) -> int:
+    """Returns the number of the model to which a checkpoint belongs, from the name of its directory."""
+    return int(name.rpartition("_")[2])
 
 
 def _why_left(plugin: Any) -> str:

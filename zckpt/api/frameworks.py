@@ -402,9 +402,13 @@ def _save_id(path: str) -> str:
 
 
 _OF_LIGHTNING: dict[str, tuple[str, dict[str, Callable[..., Any]]]] = {
-    "strategy": ("Strategy", {"remove_checkpoint": _remove_checkpoint}),
-    "fsdp": ("FSDPStrategy", {"setup": lightning_fsdp.warn_of_fsdp1}),
-    "model_parallel": (
+    "strategies.strategy": ("Strategy", {"remove_checkpoint": _remove_checkpoint}),
+    "strategies.fsdp": ("FSDPStrategy", {"setup": lightning_fsdp.warn_of_fsdp1}),
+    "trainer.connectors.checkpoint_connector": (
+        "_CheckpointConnector",
+        {"dump_checkpoint": lightning_fsdp.dump_checkpoint},
+    ),
+    "strategies.model_parallel": (
         "ModelParallelStrategy",
         {
             "setup": lightning_fsdp.setup,
@@ -415,7 +419,7 @@ _OF_LIGHTNING: dict[str, tuple[str, dict[str, Callable[..., Any]]]] = {
         },
     ),
 }
-"""The replacements in the package ``strategies`` of Lightning, which exists under two names."""
+"""The replacements in the package of Lightning, which exists under two names."""
 
 _REPLACEMENTS: dict[str, tuple[str, dict[str, Callable[..., Any]]]] = {
     "transformers.trainer_utils": (
@@ -459,7 +463,7 @@ _REPLACEMENTS: dict[str, tuple[str, dict[str, Callable[..., Any]]]] = {
         },
     ),
     **{
-        f"{package}.strategies.{module}": replacements
+        f"{package}.{module}": replacements
         for package in ("lightning.pytorch", "pytorch_lightning")
         for module, replacements in _OF_LIGHTNING.items()
     },

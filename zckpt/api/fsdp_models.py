@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from typing import Literal
 
     from zckpt.engines.pytorch.train_state import TrainState
+    from zckpt.storage.contract import Entry
     from zckpt.writing.options import WriteOptions
 
 _DCP_METADATA = ".metadata"
@@ -127,6 +128,7 @@ def save_model(
     *,
     only_weights: bool = False,
     client_state: Mapping[str, Any] | None = None,
+    step: int | None = None,
 ) -> None:
     """Writes a checkpoint of a model. Collective.
 
@@ -137,15 +139,22 @@ def save_model(
         framework: the name of the framework, for error messages.
         only_weights: whether nothing of the optimizer is saved.
         client_state: what the framework saves beside the model.
+        step: the number of the step, as for ``zckpt.write``.
     """
     saves, path = saves_of(state), str(Location.of(run).child(name))
+    ranks = Ranks(group_of(state), call=framework)
     assert saves
     assert _options
-    options = replace(_options.of_writes, client_state=client_state)
+    options = replace(_options.of_writes, client_state=client_state, step=step)
     if only_weights:
         write_engine(state, path, replace(options, exclude=moments(state), run=run))
     else:
-        save(state, saves, options, run, path, Ranks(group_of(state), call=framework))
+        save(state, saves, options, run, path, ranks)
+    if ranks.first(lambda: bool(_pytorchs(run, name)), "look for other files") and ranks.rank == 0:
+        reason = f"{run} has a checkpoint of PyTorch too, which {framework} loads if the script runs without zckpt"
+        if reason not in _told:
+            _told.add(reason)
+            warn(f"{reason}; choose another directory, or remove the older files")
 
 
 def load_model(
@@ -176,41 +185,67 @@ def load_model(
     found = choose_copy(saves, Location.of(run).absolute(), name, ranks)
     place = str(Location.of(run).child(name)) if found is None else found[0]
 
-    def look() -> list[str] | None:
+    def look() -> tuple[list[str], int] | None:
         if _is_older_than_pytorchs(run, name):
             return None
         try:
-            return list((open_checkpoint(place) if isinstance(place, str) else open_chosen(place)).parts)
+            checkpoint = open_checkpoint(place) if isinstance(place, str) else open_chosen(place)
         except UnfinishedWriteError:
             raise
         except CheckpointNotFoundError:
             return None
+        return [*checkpoint.parts], checkpoint.step
 
-    parts = next((parts for parts in ranks.share(look, "look for the checkpoint") if parts is not None), None)
-    if parts is None:
+    there = next((one for one in ranks.share(look, "look for the checkpoint") if one is not None), None)
+    if there is None:
         return None
+    parts, step = there
     request = Request(
         strict=strict, settings=saves.settings, own_client_state=True, all_moments=True, leave_out=True
     )  # fmt: skip
     if what == "weights":
         request = replace(request, parts=[part for part in parts if part in WEIGHT_PARTS])
+        saves.loaded_step = step
     else:
         saves.have_next_full()
     if what == "optimizer":
-        others = [part for part in parts if part not in WEIGHT_PARTS]
-        request = replace(request, parts=others, state=("counters", "optimizer"), has_weights=True)
+        request = replace(request, state=("counters", "optimizer"))
+        if saves.loaded_step in (None, step):
+            others = [part for part in parts if part not in WEIGHT_PARTS]
+            request = replace(request, parts=others, has_weights=True)
+        elif ranks.rank == 0:  # A save into this directory was cut off between the two checkpoints.
+            warn(
+                f"the weights in {run} are of step {saves.loaded_step}, and the optimizer's state is of step {step}: "
+                f"the weights of {name}, which belong to it, are restored too"
+            )
     restored, _ = restore_engine(state, place, request)
     if what != "weights":
+        saves.loaded_step = None
         saves.end(0, run)
     return restored
+
+
+def take_step(state: TrainState) -> None:
+    """Sets the number of steps to that of the optimizer, after a framework has loaded a checkpoint itself."""
+    steps = [
+        int(of_parameter["step"])
+        for optimizer in state.optimizers
+        for of_parameter in optimizer.state.values()
+        if "step" in of_parameter
+    ]
+    if steps:
+        state.restored(max(steps))
 
 
 def _is_older_than_pytorchs(run: str, name: str) -> bool:
     """Returns whether PyTorch has written its own files to the same directory after zckpt, because the framework saved
     without zckpt meanwhile."""
+    manifest = open_store(run).entry(f"{name}/{names.MANIFEST}")
+    return manifest is not None and any(other.changed_at > manifest.changed_at for other in _pytorchs(run, name))
+
+
+def _pytorchs(run: str, name: str) -> list[Entry]:
+    """Returns the last files of PyTorch's own checkpoints in a directory of a framework."""
     store = open_store(run)
-    manifest = store.entry(f"{name}/{names.MANIFEST}")
-    others = (store.entry(_DCP_METADATA), store.entry(f"{name}/{_DCP_METADATA}"))
-    return manifest is not None and any(
-        other is not None and other.changed_at > manifest.changed_at for other in others
-    )
+    found = (store.entry(_DCP_METADATA), store.entry(f"{name}/{_DCP_METADATA}"))
+    return [entry for entry in found if entry is not None]

@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zckpt.api.fsdp_models import attach_state, can_save, is_enabled, leave_to, load_model, save_model
+from zckpt.api.fsdp_models import attach_state, can_save, is_enabled, leave_to, load_model, save_model, take_step
 from zckpt.engines import group_of
 from zckpt.ranks.collectives import Ranks
 
@@ -24,9 +24,25 @@ _CHECKPOINT = "checkpoint"
 _LIGHTNING = "Lightning"
 _WEIGHTS, _OPTIMIZERS = "state_dict", "optimizer_states"
 """The entries of Lightning's checkpoints that have the weights, and the states of the optimizers."""
-_SAVED_BY_ZCKPT = "_zckpt_state"
-"""The attribute of a strategy that has, during a save, the TrainState that zckpt saves, or None if Lightning saves the
-model itself."""
+_SAVED_BY_ZCKPT, _DUMPING = "_zckpt_state", "_zckpt_dumping"
+"""The attribute of a strategy that has, during a save, the TrainState that zckpt saves, and the one that exists while
+Lightning collects what it saves."""
+
+
+# This replaces a method of Lightning's ``_CheckpointConnector``. All ranks call it.
+
+
+def dump_checkpoint(original: Callable[..., dict[str, Any]], connector: Any, *args: Any, **options: Any) -> Any:
+    """Decides at the beginning of a save whether zckpt saves the model."""
+    strategy = connector.trainer.strategy
+    state = _attached_state(strategy) if hasattr(strategy, "_save_distributed_checkpoint") else None
+    if state is None:
+        return original(connector, *args, **options)
+    vars(strategy).update({_SAVED_BY_ZCKPT: state, _DUMPING: True})
+    try:
+        return original(connector, *args, **options)
+    finally:
+        del vars(strategy)[_DUMPING]
 
 
 # These replace methods of ModelParallelStrategy, and have their names. All ranks call each of them.
@@ -39,16 +55,14 @@ def setup(original: Callable[..., None], strategy: Any, trainer: Any) -> None:
 
 
 def lightning_module_state_dict(original: Callable[..., dict[str, Any]], strategy: Any) -> dict[str, Any]:
-    """Returns nothing if zckpt saves the model. Lightning would copy all weights into host memory. This is the first
-    call of a save."""
-    setattr(strategy, _SAVED_BY_ZCKPT, _attached_state(strategy))
-    return original(strategy) if getattr(strategy, _SAVED_BY_ZCKPT) is None else {}
+    """Returns nothing if zckpt saves the model. Lightning would copy all weights into host memory."""
+    return {} if _DUMPING in vars(strategy) else original(strategy)
 
 
 def optimizer_state(original: Callable[..., dict[str, Any]], strategy: Any, optimizer: Any) -> dict[str, Any]:
     """Returns nothing if zckpt saves the model. PyTorch's function, which Lightning calls, makes an optimizer step if
     there has been none."""
-    return original(strategy, optimizer) if getattr(strategy, _SAVED_BY_ZCKPT, None) is None else {}
+    return {} if _DUMPING in vars(strategy) else original(strategy, optimizer)
 
 
 def save_checkpoint(
@@ -62,9 +76,12 @@ def save_checkpoint(
     path = ranks.share(lambda: os.fspath(filepath), "agree on a path")[0]
     # Lightning replaces a file of this name, too.
     ranks.together(lambda: Path(path).unlink() if ranks.rank == 0 and os.path.isfile(path) else None, "begin the save")
-    client_state = {key: value for key, value in checkpoint.items() if key not in (_WEIGHTS, _OPTIMIZERS)}
     only_weights = bool(state.optimizers) and _OPTIMIZERS not in checkpoint
-    save_model(state, path, _CHECKPOINT, _LIGHTNING, only_weights=only_weights, client_state=client_state)
+    # Hooks of the user may have added to these entries.
+    empty = {key for key in (_WEIGHTS, _OPTIMIZERS) if not any(checkpoint.get(key, ()))}
+    client_state = {key: value for key, value in checkpoint.items() if key not in empty}
+    step = checkpoint.get("global_step")
+    save_model(state, path, _CHECKPOINT, _LIGHTNING, only_weights=only_weights, client_state=client_state, step=step)
 
 
 def load_checkpoint(
@@ -78,7 +95,10 @@ def load_checkpoint(
         restored = load_model(state, path, _CHECKPOINT, _LIGHTNING, what, strict=module.strict_loading)
         if restored is not None:
             return dict(restored)
-    return original(strategy, checkpoint_path, *args, **options)
+    loaded = original(strategy, checkpoint_path, *args, **options)
+    if state is not None:
+        take_step(state)
+    return loaded
 
 
 def _attached_state(strategy: Any) -> TrainState | None:

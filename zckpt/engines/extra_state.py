@@ -18,7 +18,7 @@ from zckpt.transfer.memory import not_plain
 from zckpt.transfer.torch_dtypes import DTYPE_NAMES
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from zckpt.engines.bitsandbytes import Gathered
 
@@ -42,12 +42,22 @@ class ExtraState:
         if not any(_customizes(module, _SAVING) for module in root.modules()):
             return
         places = {_place(tensor) for tensor in tensors}
-        sharded = any(local_of(tensor) is not tensor for tensor in tensors)
-        for key, value in self._state_dict(_without_values(root, {}) if sharded else root, keep_vars=True).items():
-            name = plain_name(key)
-            # If a hook gives a parameter another name, takes a view of it, or computes something from sharded
-            # parameters, this is not further state.
-            if name in names or _place(value) in places or (sharded and isinstance(value, _FromShards)):
+        for path, module in _outermost(root, ""):
+            # One module at a time, because a hook may gather sharded parameters.
+            state = self._state_dict(module, path, keep_vars=True)
+            added = {plain_name(key): value for key, value in state.items()}
+            # If a hook gives a parameter another name, or takes a view of it, this is not further state.
+            added = {key: value for key, value in added.items() if key not in names and _place(value) not in places}
+            self._look_at(added, _left_out(module, path, {*map(plain_name, state)}))
+
+    def _look_at(self, added: Mapping[str, Any], left_out: Sequence[torch.Tensor]) -> None:
+        """Notes what a module has added to its state dict. ``left_out``: the sharded parameters that it leaves out."""
+        tensors = [value for value in added.values() if isinstance(value, torch.Tensor)]
+        sharded = [value for value in tensors if local_of(value) is not value]
+        # A hook has divided or joined these parameters, such as those of the query, key and value of an attention.
+        made_of_them = bool(sharded) and sum(map(torch.numel, sharded)) == sum(map(torch.numel, left_out))
+        for name, value in added.items():
+            if made_of_them and any(value is one for one in sharded):
                 continue
             reason = _unsaveable(name, value) or ("" if self._is_taken_back(name) else "no module takes it back")
             if reason:
@@ -81,7 +91,7 @@ class ExtraState:
             bitsandbytes.load(module, own)
         if not by_owner:
             return
-        state = self._state_dict(self._root)
+        state = self._state_dict(self._root, "")
         keys = {plain_name(key): key for key in state}
         for name, key in keys.items():
             if self._owner(name) not in by_owner:
@@ -97,10 +107,11 @@ class ExtraState:
                 hint='make the engine of the model that was saved; parts= without "buffer" restores it without buffers',
             )
 
-    def _state_dict(self, root: torch.nn.Module, *, keep_vars: bool = False) -> dict[str, Any]:
+    def _state_dict(self, module: torch.nn.Module, path: str, *, keep_vars: bool = False) -> dict[str, Any]:
+        """``path``: the path of the module, which ends in a period unless it is empty."""
         try:
             # The attribute of the object may be another function: zckpt.offload replaces it to watch the calls.
-            return type(root).state_dict(root, keep_vars=keep_vars)
+            return type(module).state_dict(module, prefix=path, keep_vars=keep_vars)
         except Exception as error:  # A module of the user can raise any error.
             frame = traceback.extract_tb(error.__traceback__)[-1]
             raise UnsupportedError(
@@ -138,38 +149,20 @@ class ExtraState:
         return any(_customizes(module, _LOADING) for module in around)
 
 
-class _FromShards(torch.Tensor):
-    """A tensor without values in the place of a sharded parameter. What is computed from it is of this class too."""
+def _outermost(module: torch.nn.Module, path: str) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Yields each module that may add to its state dict, and that is in no other such module, with its path."""
+    if _customizes(module, _SAVING):
+        yield path, module
+    else:
+        for name, child in module._modules.items():
+            if child is not None:
+                yield from _outermost(child, f"{path}{name}.")
 
-    def _same(self, *_: object, **__: object) -> _FromShards:
-        return self
 
-    full_tensor = to_local = redistribute = _same
-    """Methods of a DTensor."""
-
-
-def _without_values(module: torch.nn.Module, made: dict[int, torch.Tensor]) -> torch.nn.Module:
-    """Returns a module that makes the same state dict, but in which sharded parameters have no values. A hook that
-    divides or joins parameters, such as those of the query, key and value of an attention, gathers sharded ones on all
-    ranks. Here it must not: this costs memory, and a rank that has failed before
-    would leave the others waiting. ``made``: what stands for each sharded parameter, by its ``id``; a tied parameter is
-    one object here, too."""
-
-    def without_values(parameter: torch.nn.Parameter | None) -> torch.Tensor | None:
-        if parameter is None or local_of(parameter) is parameter:
-            return parameter
-        empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-        return made.setdefault(id(parameter), empty.as_subclass(_FromShards))
-
-    copy = object.__new__(type(module))
-    # An assignment to an attribute of a compiled module would change the module that it has compiled.
-    children = module._modules.items()
-    vars(copy).update(
-        vars(module),
-        _modules={name: None if child is None else _without_values(child, made) for name, child in children},
-        _parameters={name: without_values(parameter) for name, parameter in module._parameters.items()},
-    )
-    return copy
+def _left_out(module: torch.nn.Module, path: str, names: Collection[str]) -> list[torch.Tensor]:
+    """Returns the sharded parameters of a module that its state dict, which has these names, does not have."""
+    parameters = ((plain_name(path + name), parameter) for name, parameter in module.named_parameters())
+    return [parameter for name, parameter in parameters if name not in names and local_of(parameter) is not parameter]
 
 
 def _customizes(module: torch.nn.Module, methods_and_hooks: tuple[tuple[str, ...], tuple[str, ...]]) -> bool:

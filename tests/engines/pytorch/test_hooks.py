@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate
 
 import zckpt
 
@@ -35,9 +36,10 @@ class Joined(nn.Module):
 
     @staticmethod
     def _divide(module: Joined, state: Any, prefix: str, _: object) -> None:
-        both = state.pop(f"{prefix}both.weight").full_tensor()
+        both = state.pop(f"{prefix}both.weight")
+        both = both.redistribute(both.device_mesh, [Replicate()])
         state[f"{prefix}query"], state[f"{prefix}key"] = (half.contiguous() for half in both.chunk(2))
-        state[f"{prefix}factor"] = module.factor
+        state[f"{prefix}factor"] = module.factor.type_as(module.both.weight)
 
     @staticmethod
     def _take_factor(module: Joined, state: Any, prefix: str, *_: object) -> None:
@@ -68,7 +70,7 @@ def write_and_restore(path: str) -> list[Any]:
     return values
 
 
-def test_what_a_hook_computes_from_sharded_weights_is_not_saved_twice(cluster: Cluster, tmp_path: Path) -> None:
+def test_weights_that_a_hook_divides_are_saved_as_they_are(cluster: Cluster, tmp_path: Path) -> None:
     """A write also leaves a compiled module as it is."""
     for written, restored in cluster.run(write_and_restore, 2, str(tmp_path / "c")):
         assert restored == written
@@ -83,7 +85,7 @@ def test_what_a_hook_computes_from_sharded_weights_is_not_saved_twice(cluster: C
 
 
 def write_alone(path: str) -> None:
-    """Only rank 1 has what cannot be saved. A hook that gathered weights would leave rank 0 waiting for it."""
+    """Only rank 1 has what cannot be saved. It must not fail before the hook has gathered the weights of both."""
     state = make(2)
     if torch.distributed.get_rank() == 1:
         state.model.register_buffer("sparse", torch.zeros(2, 2).to_sparse())

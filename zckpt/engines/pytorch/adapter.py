@@ -75,7 +75,8 @@ class TorchAdapter(ModuleAdapter):
         }
 
     def refuse_unsupported(self, *, drop_gradients: bool = False, leave_out: bool = False) -> None:
-        reasons = [*self._unsupported()] or ([] if leave_out else self.extra.unsaved)
+        unsaved = self.extra.unsaved  # The hooks of a model may gather weights, so no rank may fail before this.
+        reasons = [*self._unsupported()] or ([] if leave_out else unsaved)
         if reasons:
             raise UnsupportedError(f"zckpt does not support this model: {'; '.join(reasons)}", hint=SUPPORTED)
         if drop_gradients:
