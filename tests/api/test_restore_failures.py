@@ -131,7 +131,8 @@ EVERY_COMMIT = ("2-factored", "3", "0-fp16")
 )
 def test_a_failure_at_any_point_is_an_error_on_every_rank(cluster: Cluster, tmp_path: Path, setup: str) -> None:
     points = cluster.run(fail_everywhere, 2, str(tmp_path / "c"), SETUPS[setup])[1]
-    wrapper = {"0": "stage0", "1": "zero12", "2": "zero12", "3": "zero3"}[setup[0]]
+    wrappers = {"0-fp16": "stage0", "0-fp32": "unwrapped", "3": "zero3", "3-factored": "zero3"}
+    wrapper = wrappers.get(setup, "zero12")
     assert any(wrapper in point for point in points)
     assert len(points) > 8
 

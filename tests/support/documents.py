@@ -169,8 +169,11 @@ def save_files(page: str, directory: Path) -> None:
 
 
 def here(code: str, directory: Path) -> str:
-    """Returns the code with a directory and a device that this machine has in the place of ``/nvme`` and "cuda"."""
-    return code.replace("/nvme", f"{directory}/nvme").replace('"cuda"', '"cpu"')
+    """Returns the code with directories and a device that this machine has in the place of ``/nvme``, ``/local``, a
+    bucket and "cuda"."""
+    for place in ("/nvme", "/local", "s3://bucket"):
+        code = code.replace(f'"{place}', f'"{directory}/{place.rpartition("/")[2]}')
+    return code.replace('"cuda"', '"cpu"')
 
 
 def execute(page: str, block: Block, names: dict[str, Any]) -> None:

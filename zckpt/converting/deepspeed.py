@@ -85,7 +85,7 @@ class _Reader:
             scheduler, saved = self._scheduler(), self._scaler()
             state |= {"optimizer": first.optimizer, "scaler": saved, "scheduler": scheduler}
             missing += [_OPTIMIZER] if optimizer_class is None else []
-            missing += [_HIDDEN] if optimizer_class is None or optimizer_class in optimizer.INTERCHANGEABLE else []
+            missing += [_HIDDEN] if optimizer_class is None or optimizer_class in optimizer.DEEPSPEED_CLASSES else []
             missing += [_SCHEDULER] if scheduler is not None and scheduler["class"] is None else []
             missing += [_SCALER] if saved is not None else []
         if self._buffers(model) and not folder.partitions_weights and self._world_size > 1:

@@ -123,7 +123,7 @@ class FolderPlan:
         first = checkpoint.rank_state(0) or {}
         if first.get("rng") is not None:
             phrases.append("the state of the random number generators: DeepSpeed's format has no place for it")
-        if self._saved.optimizer_class in optimizer.INTERCHANGEABLE:
+        if self._saved.optimizer_class in optimizer.DEEPSPEED_CLASSES:
             phrases.append(
                 "the running products that DeepSpeed's Adam for the CPU keeps in C++: DeepSpeed computes them again, "
                 "so its updates on the CPU may differ in the last bit from those of a run that never stopped"
@@ -473,7 +473,7 @@ class FolderPlan:
 
     @property
     def _is_adam(self) -> bool:
-        return (self._saved.inner_class or self._saved.optimizer_class) in optimizer.INTERCHANGEABLE
+        return (self._saved.inner_class or self._saved.optimizer_class) in optimizer.DEEPSPEED_CLASSES
 
     @property
     def _wrapping(self) -> str:
@@ -483,7 +483,7 @@ class FolderPlan:
             return "partition"
         if self.setup.dtype == "float32":
             return "none"
-        return "group" if self._saved.optimizer_class in optimizer.INTERCHANGEABLE else "parameter"
+        return "group" if self._saved.optimizer_class in optimizer.DEEPSPEED_CLASSES else "parameter"
 
     def _flats(self, rank: int) -> list[FlatBuffer]:
         muon = [

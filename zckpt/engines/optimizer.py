@@ -45,7 +45,8 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
 
 TORCH_CLASSES = frozenset({"Adam", "AdamW"})
-INTERCHANGEABLE = frozenset({"FusedAdam", "DeepSpeedCPUAdam"}) | TORCH_CLASSES
+DEEPSPEED_CLASSES = frozenset({"FusedAdam", "DeepSpeedCPUAdam"})
+INTERCHANGEABLE = DEEPSPEED_CLASSES | TORCH_CLASSES
 """The classes of optimizers that have the same state and do the same step, if they treat the weight decay alike: those
 of DeepSpeed, which chooses between them by the device to which the optimizer is offloaded, and those of torch."""
 
