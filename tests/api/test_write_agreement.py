@@ -44,7 +44,17 @@ if TYPE_CHECKING:
     from tests.support.cluster import Cluster
     from zckpt.transfer.snapshot import Snapshot
 
-NOT_STEPS = {"write", "write_engine", "engine_of", "group_of", "_adapter_of", "__init__", "_finish", "__exit__"}
+NOT_STEPS = {
+    "write",
+    "write_engine",
+    "engine_of",
+    "find_machines",
+    "group_of",
+    "_adapter_of",
+    "__init__",
+    "_finish",
+    "__exit__",
+}
 """Functions that only call the steps of a write, or that run before the first step or after the last one."""
 
 
