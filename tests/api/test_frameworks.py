@@ -133,7 +133,7 @@ def test_a_script_gets_the_same_name_path_and_arguments_as_from_python(
     assert output["path"] == str(SCRIPTS)
     name = str(SCRIPTS / "show.py") if "-m" in before else script[0]
     assert output["argv"] == [name, *local_rank, *after, out]
-    attached, nothing = "attached a DeepSpeedEngine", "nothing was attached: the script made no engine"
+    attached, nothing = "attached a DeepSpeedEngine", "nothing was attached: the script made neither an engine"
     died = "--fail" in after
     assert (stderr.count(attached), stderr.count(nothing)) == (
         ("--engine" in after),
