@@ -18,7 +18,8 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 from common import GIB, Result, parse_options, speedup, workspace
-from training import TORCH_CHECKPOINTING, fsdp_memory, fsdp_rounds, start_ranks
+from fsdp import TORCH_CHECKPOINTING, fsdp_memory, fsdp_rounds
+from training import start_ranks
 
 RANKS = {1: "1 rank", 2: "2 ranks"}
 

@@ -176,7 +176,8 @@ def save_without_zckpt(directory: str) -> tuple[bool, int, bool]:
 
 
 def test_a_later_save_without_zckpt_is_loaded(cluster: Cluster, tmp_path: Path) -> None:
-    """Its step is known then, and a save beside it gives a warning."""
+    """After the load, the state has the step of what PyTorch has saved. The next save of zckpt into the same directory
+    gives a warning."""
     assert cluster.run(save_without_zckpt, 1, str(tmp_path / "state"), init=False) == [(True, 2, True)]
 
 
@@ -268,6 +269,6 @@ def told_of_fsdp1() -> list[str]:
 
 
 def test_fsdp1_of_lightning_is_told_once(cluster: Cluster) -> None:
-    """Lightning refuses FSDPStrategy on the CPU, so the function is called by itself."""
+    """Lightning refuses FSDPStrategy on the CPU, so this calls the function that replaces its ``setup``."""
     ((told,),) = cluster.run(told_of_fsdp1, 1, init=False)
     assert "its FSDPStrategy uses FSDP1" in told

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
     from zckpt.engines.pytorch.train_state import TrainState
 
-ACCELERATE = "Accelerate"
+_ACCELERATE = "Accelerate"
 _SHARDED = "SHARDED_STATE_DICT"
-"""The only kind of Accelerate's state dicts that zckpt takes over. The others are files for
-``torch.load``."""
+"""The only kind of Accelerate's state dicts that zckpt takes over. With the others, Accelerate makes
+files that people load with ``torch.load``."""
 
 
 # These replace functions of Accelerate. All ranks call each of them.
@@ -73,7 +73,7 @@ def _save(original: Callable[..., None], call: dict[str, Any], name: str, *, onl
     if state is None:
         original(**call)
     else:
-        save_model(state, call["output_dir"], name, ACCELERATE, only_weights=only_weights)
+        save_model(state, call["output_dir"], name, _ACCELERATE, only_weights=only_weights)
 
 
 def _load(call: Mapping[str, Any], name: str, what: Literal["weights", "optimizer"]) -> bool:
@@ -82,7 +82,7 @@ def _load(call: Mapping[str, Any], name: str, what: Literal["weights", "optimize
     state, run = _attached_state(call, name), os.path.normpath(call["input_dir"])
     if os.path.basename(run) == name:
         run = os.path.dirname(run)
-    return state is not None and load_model(state, run, name, ACCELERATE, what) is not None
+    return state is not None and load_model(state, run, name, _ACCELERATE, what) is not None
 
 
 def _bound(original: Callable[..., Any], args: Sequence[Any], options: Mapping[str, Any]) -> dict[str, Any]:
@@ -102,9 +102,9 @@ def _attached_state(call: Mapping[str, Any], name: str) -> TrainState | None:
     reason = _why_left(call["fsdp_plugin"])
     if not reason:
         state = _state(accelerator, _number(name))
-        return state if can_save(state, ACCELERATE) else None
+        return state if can_save(state, _ACCELERATE) else None
     if accelerator.process_index == 0:
-        leave_to(ACCELERATE, reason)
+        leave_to(_ACCELERATE, reason)
     return None
 
 

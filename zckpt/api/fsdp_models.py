@@ -181,6 +181,7 @@ def load_model(
     """
     saves, ranks = saves_of(state), Ranks(group_of(state), call=framework)
     assert saves
+    weights_from, saves.weights_from = saves.weights_from, None
     wait_for(ranks)  # A write in the background may be about to commit the checkpoint.
     found = choose_copy(saves, Location.of(run).absolute(), name, ranks)
     place = str(Location.of(run).child(name)) if found is None else found[0]
@@ -205,22 +206,21 @@ def load_model(
     )  # fmt: skip
     if what == "weights":
         request = replace(request, parts=[part for part in parts if part in WEIGHT_PARTS])
-        saves.loaded_step = step
+        saves.weights_from = run, step
     else:
         saves.have_next_full()
     if what == "optimizer":
         request = replace(request, state=("counters", "optimizer"))
-        if saves.loaded_step in (None, step):
+        if weights_from is None or weights_from[0] != run or weights_from[1] == step:
             others = [part for part in parts if part not in WEIGHT_PARTS]
             request = replace(request, parts=others, has_weights=True)
         elif ranks.rank == 0:  # A save into this directory was cut off between the two checkpoints.
             warn(
-                f"the weights in {run} are of step {saves.loaded_step}, and the optimizer's state is of step {step}: "
+                f"the weights in {run} are of step {weights_from[1]}, and the optimizer's state is of step {step}: "
                 f"the weights of {name}, which belong to it, are restored too"
             )
     restored, _ = restore_engine(state, place, request)
     if what != "weights":
-        saves.loaded_step = None
         saves.end(0, run)
     return restored
 

@@ -73,11 +73,11 @@ def save_checkpoint(
         original(strategy, checkpoint, filepath, storage_options=storage_options)
         return
     ranks = Ranks(group_of(state), call=_LIGHTNING)
-    path = ranks.share(lambda: os.fspath(filepath), "agree on a path")[0]
+    path = ranks.first(lambda: os.fspath(filepath), "agree on a path")
     # Lightning replaces a file of this name, too.
     ranks.together(lambda: Path(path).unlink() if ranks.rank == 0 and os.path.isfile(path) else None, "begin the save")
     only_weights = bool(state.optimizers) and _OPTIMIZERS not in checkpoint
-    # Hooks of the user may have added to these entries.
+    # These two entries are empty, unless a hook of the user has put something into them.
     empty = {key for key in (_WEIGHTS, _OPTIMIZERS) if not any(checkpoint.get(key, ()))}
     client_state = {key: value for key, value in checkpoint.items() if key not in empty}
     step = checkpoint.get("global_step")
@@ -89,7 +89,7 @@ def load_checkpoint(
 ) -> dict[str, Any]:
     state = _attached_state(strategy)
     if state is not None:
-        path = Ranks(group_of(state), call=_LIGHTNING).share(lambda: os.fspath(checkpoint_path), "agree on a path")[0]
+        path = Ranks(group_of(state), call=_LIGHTNING).first(lambda: os.fspath(checkpoint_path), "agree on a path")
         module = strategy.lightning_module
         what: Any = "all" if module.trainer.state.fn == "fit" else "weights"
         restored = load_model(state, path, _CHECKPOINT, _LIGHTNING, what, strict=module.strict_loading)

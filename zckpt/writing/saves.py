@@ -22,9 +22,9 @@ class Saves:
         """The directory to which the saves are copied, and in which a load looks too. None if there is none."""
         self.told: set[str] = set()
         """The paths of the values that the saves change or leave out, and of which a warning has told."""
-        self.loaded_step: int | None = None
-        """The step of the checkpoint from which the weights were loaded last, if they are loaded by a call of their
-        own."""
+        self.weights_from: tuple[str, int] | None = None
+        """The directory and the step of the checkpoint from which a call of its own has loaded the weights, until
+        another call loads what belongs to the optimizer."""
         self._full_every = full_every
         self._numbers: dict[str, int] = {}
         """The number of the last save to each directory. A full save has the number 0. The next save is full if there

@@ -176,6 +176,13 @@ def test_adam_and_adamw_are_told_apart_by_what_they_do(tmp_path: Path) -> None:
     zckpt.restore(alike, tmp_path / "a")
 
 
+def test_a_buffer_that_is_not_dense_is_refused_by_name(tmp_path: Path) -> None:
+    state = make_state("alone")
+    state.model.register_buffer("sparse", torch.zeros(2, 2).to_sparse())
+    with pytest.raises(zckpt.UnsupportedError, match=r"buffer/sparse is a tensor of layout torch\.sparse_coo"):
+        zckpt.write(state, tmp_path / "a")
+
+
 @pytest.mark.parametrize("wrong", [("model", nn.Linear), ("optimizer", "AdamW")])
 def test_other_objects_are_refused(wrong: tuple[str, Any]) -> None:
     arguments = {"model": nn.Linear(1, 1), "optimizer": None, wrong[0]: wrong[1]}
