@@ -75,8 +75,10 @@ class TorchAdapter(ModuleAdapter):
         }
 
     def refuse_unsupported(self, *, drop_gradients: bool = False, leave_out: bool = False) -> None:
-        unsaved = self.extra.unsaved  # The hooks of a model may gather weights, so no rank may fail before this.
-        reasons = [*self._unsupported()] or ([] if leave_out else unsaved)
+        reasons = [*self._fsdp1()]
+        if not reasons:
+            unsaved = self.extra.unsaved  # The hooks of a model may gather weights, so no rank may fail before this.
+            reasons = [*self._unsupported()] or ([] if leave_out else unsaved)
         if reasons:
             raise UnsupportedError(f"zckpt does not support this model: {'; '.join(reasons)}", hint=SUPPORTED)
         if drop_gradients:
@@ -88,8 +90,8 @@ class TorchAdapter(ModuleAdapter):
                 'optimizer.zero_grad() before; pending_gradients="drop" writes without these gradients',
             )
 
-    def _unsupported(self) -> Iterator[str]:
-        """Yields the reasons why the model or its optimizer cannot be saved and restored completely."""
+    def _fsdp1(self) -> Iterator[str]:
+        """Yields a reason if the model uses FSDP1, as it does on all ranks or on none."""
         for name, module in self.engine.model.named_modules():
             if type(module).__name__ == "FullyShardedDataParallel":
                 yield (
@@ -97,6 +99,9 @@ class TorchAdapter(ModuleAdapter):
                     "torch.distributed.fsdp.fully_shard, which PyTorch recommends in its place"
                 )
                 return
+
+    def _unsupported(self) -> Iterator[str]:
+        """Yields the reasons why the model or its optimizer cannot be saved and restored completely."""
         yield from Parameters.unsupported(self._optimizers, self.parameters[0], self.group)
         for name, tensor in (*self.parameters[0].items(), *self.buffers[0].items()):
             if tensor.dtype not in DTYPE_NAMES:
