@@ -121,8 +121,9 @@ def test_if_one_rank_fails_at_any_point_all_ranks_fail(cluster: Cluster, tmp_pat
     assert failed.keys() <= {"MemoryError", "ok", "functions"}  # "ok": a step that must not fail, such as the clean-up
     assert other.keys() <= {"RankError", "ok", "functions"}
     assert failed["MemoryError"] > 50 // every
-    # After the commit, rank 0 releases its lock, in four functions. If one of these fails, only rank 0 raises.
-    assert abs(other["RankError"] - failed["MemoryError"]) <= 4
+    # After the commit, a rank queues its copy, and rank 0 releases its lock and looks for older checkpoints, in seven
+    # functions. If one of these fails, only this rank raises.
+    assert abs(other["RankError"] - failed["MemoryError"]) <= 7
     assert zckpt.open(tmp_path / "run").step == 7
 
 
