@@ -25,6 +25,7 @@ from pathlib import Path
 import torch
 
 from zckpt.format.digest import BLOCK_BYTES
+from zckpt.geometry import Grid, Span
 from zckpt.plan import catalog
 from zckpt.state.inventory import Fragment
 from zckpt.testing.fragments import Unlocked, rank_write
@@ -79,7 +80,7 @@ class State(Sequence[list[Fragment]]):
             start, stop = min(rank * share, numel), min((rank + 1) * share, numel)
             if start < stop:
                 data = self._values[start:stop]
-                fragments += [Fragment(part, name, shape, "F32", start, stop, data=data) for part in PARTS]
+                fragments += [Fragment(part, name, "F32", Span(Grid(shape), start, stop), data=data) for part in PARTS]
         return fragments
 
 
@@ -98,7 +99,7 @@ def write(path: Path, state: State, seed: int) -> int:
         digests.append(rank_writer.write_data_files(Snapshot()))
     first_writer.describe(rank_records)
     first_writer.commit(digests)
-    return sum(len(record.piece_columns[file.columns_id].tensor) for record in rank_records for file in record.files)
+    return sum(len(record.piece_columns[file.columns_id]) for record in rank_records for file in record.files)
 
 
 def measure(arguments: list[str], status: int) -> dict[str, float]:

@@ -35,6 +35,7 @@ import torch
 
 from raw_io import touched_memory, whole_pages
 from zckpt.format.digest import BLOCK_BYTES
+from zckpt.geometry import Grid, Span
 from zckpt.plan import catalog
 from zckpt.state.inventory import MASTER, Fragment
 from zckpt.testing.fragments import Unlocked, rank_write
@@ -180,7 +181,7 @@ def cut(state: Mapping[str, torch.Tensor], world_size: int = 1) -> Ranks:
             start, stop = min(rank * share, numel), min((rank + 1) * share, numel)
             if start < stop:
                 shape = tuple(tensor.shape)
-                fragments.append(Fragment(part, name, shape, "F32", start, stop, data=flat[start:stop]))
+                fragments.append(Fragment(part, name, "F32", Span(Grid(shape), start, stop), data=flat[start:stop]))
     return ranks
 
 

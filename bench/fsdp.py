@@ -160,7 +160,9 @@ def fsdp_memory(directory: Path, nbytes: int, library: str) -> dict[str, dict[st
     save, load = functions[library]
     if library == "zckpt":
         with metered(figures, "background"):
-            zckpt.write(state, directory / "background", latest=False, background=True, snapshot="lazy", snapshot_bytes=0).wait()
+            zckpt.write(
+                state, directory / "background", latest=False, background=True, snapshot="lazy", snapshot_bytes=0
+            ).wait()
     elif library == "DCP":
         with metered(figures, "background"):
             save_with_dcp(state, directory / "background", in_background=True).result()

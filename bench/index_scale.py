@@ -22,6 +22,7 @@ from pathlib import Path
 
 from zckpt.format import names
 from zckpt.format.digest import BLOCK_BYTES
+from zckpt.geometry import Grid, Span
 from zckpt.plan import catalog
 from zckpt.plan.layout import plan_data_files
 from zckpt.state.inventory import Fragment
@@ -78,7 +79,7 @@ def generate(path: Path, ranks: int, parameters: int, seed: int = 0) -> tuple[in
             share = -(-numel // ranks)
             start, stop = min(rank * share, numel), min((rank + 1) * share, numel)
             if start < stop:
-                fragments += [Fragment(part, name, shape, "F32", start, stop) for part in PARTS]
+                fragments += [Fragment(part, name, "F32", Span(Grid(shape), start, stop)) for part in PARTS]
         plans = plan_data_files(fragments, save_id, rank, ranks, block_bytes=BLOCK_BYTES)
         pieces += sum(len(plan.fragments) for plan in plans)
         rank_records.append(catalog.rank_record(rank, plans))

@@ -37,7 +37,6 @@ from common import (
 from raw_io import Raw, whole_pages
 from sampler import Sampler, metered
 from zckpt.engines import adapt
-from zckpt.plan.reshard import ElementRange
 from zckpt.reading.checkpoint import ReadRequest
 
 if TYPE_CHECKING:
@@ -164,9 +163,7 @@ def restore_rounds(directory: Path, nbytes: int, runs: int) -> dict[str, Any]:
     def transfer() -> None:
         checkpoint = zckpt.open(also_ours)
         requests = [
-            ReadRequest(checkpoint[f.key], [ElementRange(f.start, f.stop, 0)], f.data)
-            for f in fragments
-            if isinstance(f.data, torch.Tensor)
+            ReadRequest(checkpoint[f.key], f.span, f.data) for f in fragments if isinstance(f.data, torch.Tensor)
         ]
         checkpoint.read(requests)
 

@@ -36,6 +36,7 @@ from zckpt.format.digest import digest
 from zckpt.format.dtypes import ITEM_BYTES
 from zckpt.format.manifest import Chunk, File, Files, Manifest, Part
 from zckpt.format.names import Tier
+from zckpt.geometry import Grid
 from zckpt.transfer.stored import stored_range, with_values
 from zckpt.transfer.torch_dtypes import DTYPE_NAMES
 
@@ -103,10 +104,10 @@ def index(data: bytes) -> None:
         return
     for row, shape in enumerate(_SHAPES[:rows]):
         numel = math.prod(shape)
-        pieces = tuple(index_format.pieces(layout, row, numel))
+        pieces = tuple(index_format.pieces(layout, row, Grid(shape)))
         assert pieces
         for number, copy in itertools.groupby(pieces, key=lambda piece: piece.copy):
-            bounds = [(piece.start, piece.stop) for piece in copy]
+            bounds = [piece.span[1:] for piece in copy]
             if numel:
                 elements = [element for bound in bounds for element in range(*bound)]
                 assert elements == list(range(numel)), (number, bounds)
@@ -116,7 +117,7 @@ def index(data: bytes) -> None:
         for piece in pieces:
             assert piece.rank in (0, 1)
             assert piece.tier in (Tier.DEVICE, Tier.NVME)
-            assert 0 <= piece.offset <= piece.offset + (piece.stop - piece.start) * item <= 512
+            assert 0 <= piece.offset <= piece.offset + piece.span.numel * item <= 512
 
 
 def manifest(data: bytes) -> None:

@@ -16,6 +16,7 @@ import torch
 
 from zckpt.format import tree
 from zckpt.format.names import Tier
+from zckpt.geometry import Grid, Span
 from zckpt.plan import catalog, layout
 from zckpt.state.inventory import BUFFER, MASTER, STATE, FileRange, Fragment
 from zckpt.testing.fragments import write_fragments
@@ -41,14 +42,18 @@ SECOND_TREE = {"array": ARRAY, "big": 1 << 64, "counts": Counter({"a": 2}), "ord
 def fragments(rank: int) -> list[Fragment]:
     """Returns what a rank of the first example holds."""
     start, stop = SPLIT[rank]
-    of_rank = [Fragment(part, "w", (3,), "F32", start, stop, data=whole[start:stop]) for part, whole in W.items()]
-    of_rank.append(Fragment(BUFFER, "b", (2,), "BF16", 0, 2, copy=rank, data=B[rank]))
+    of_rank = [
+        Fragment(part, "w", "F32", Span(Grid((3,)), start, stop), data=whole[start:stop]) for part, whole in W.items()
+    ]
+    of_rank.append(Fragment(BUFFER, "b", "BF16", Span(Grid((2,)), 0, 2), copy=rank, data=B[rank]))
     packed = torch.frombuffer(bytearray(tree.pack({"seed": 10 + rank}, "", lambda path, leaf: None)), dtype=torch.uint8)
     of_rank.append(
-        Fragment(STATE, f"rank/{rank}", tuple(packed.shape), "U8", 0, packed.numel(), Tier.HOST, data=packed)
+        Fragment(
+            STATE, f"rank/{rank}", "U8", Span(Grid(tuple(packed.shape)), 0, packed.numel()), Tier.HOST, data=packed
+        )
     )
     if rank == 0:
-        of_rank.append(Fragment(STATE, "tree/0/0", (), "I64", 0, 1, Tier.HOST, data=SEEN.reshape(1)))
+        of_rank.append(Fragment(STATE, "tree/0/0", "I64", Span(Grid(()), 0, 1), Tier.HOST, data=SEEN.reshape(1)))
     return of_rank
 
 
@@ -57,9 +62,9 @@ def second_fragments(swap_file: Path) -> list[Fragment]:
     swap_file.write_bytes(bytes(SWAP_OFFSET) + LONG.numpy().tobytes())
     swapped = FileRange(str(swap_file), SWAP_OFFSET, LONG.numel() * LONG.itemsize)
     return [
-        Fragment(MASTER, "m", (1025,), "F32", 0, 1025, Tier.NVME, data=swapped),
-        Fragment(BUFFER, "none", (0, 2), "BF16", 0, 0, data=torch.empty(0, dtype=torch.bfloat16)),
-        Fragment(STATE, "tree/0/0", (2,), "I16", 0, 2, Tier.HOST, data=ARRAY),
+        Fragment(MASTER, "m", "F32", Span(Grid((1025,)), 0, 1025), Tier.NVME, data=swapped),
+        Fragment(BUFFER, "none", "BF16", Span(Grid((0, 2)), 0, 0), data=torch.empty(0, dtype=torch.bfloat16)),
+        Fragment(STATE, "tree/0/0", "I16", Span(Grid((2,)), 0, 2), Tier.HOST, data=ARRAY),
     ]
 
 

@@ -27,6 +27,7 @@ from tests.support.plain_engine import Engine, everything
 from tests.support.states import fragment
 from zckpt.api.write import write_engine
 from zckpt.errors import CheckpointExistsError, FormatError, StateError
+from zckpt.geometry import Grid, Span
 from zckpt.state.inventory import Fragment
 from zckpt.storage.lock import WriteLock
 from zckpt.transfer.torch_dtypes import DTYPE_NAMES
@@ -96,7 +97,7 @@ def test_tensors_without_values_are_refused_by_name(
         engine = Engine()
         setattr(engine, attribute, value)
         if attribute == "weight":
-            fragments = [Fragment("master", "w", (3,), "F32", 0, 3, data=nothing())]
+            fragments = [Fragment("master", "w", "F32", Span(Grid((3,)), 0, 3), data=nothing())]
             monkeypatch.setattr(engine, "fragments", lambda fragments=fragments: fragments)
         with pytest.raises(StateError, match=f"^{where} {why}"):
             zckpt.write(engine, tmp_path / "c")
@@ -117,7 +118,7 @@ def test_tensors_without_values_are_refused_by_name(
 )
 def test_a_fragment_has_its_elements_as_they_are(tmp_path: Path, data: torch.Tensor, said: str) -> None:
     engine = Engine()
-    wrong = Fragment("master", "w", (8,), DTYPE_NAMES[data.dtype], 0, 8, data=data)
+    wrong = Fragment("master", "w", DTYPE_NAMES[data.dtype], Span(Grid((8,)), 0, 8), data=data)
     with mock.patch.object(engine, "fragments", return_value=[wrong]), pytest.raises(StateError, match=said):
         zckpt.write(engine, tmp_path / "c")
     assert everything(tmp_path) == {}

@@ -260,13 +260,13 @@ def test_show_reads_every_byte_once_and_holds_little(tmp_path: Path, layout: str
     infos = list(checkpoint.values())
     stretches = list(statistics.stretches(checkpoint, infos))
     covered = {
-        number: [stretch[1:] for stretch in stretches if stretch.number == number] for number in range(len(infos))
+        number: [stretch.span for stretch in stretches if stretch.number == number] for number in range(len(infos))
     }
     for number, info in enumerate(infos):
-        bounds = [0, *(stop for _, stop in covered[number])]
-        assert [start for start, _ in covered[number]] == bounds[:-1]
+        bounds = [0, *(span.stop for span in covered[number])]
+        assert [span.start for span in covered[number]] == bounds[:-1]
         assert bounds[-1] == math.prod(info.shape)
-    assert max(stretch.stop - stretch.start for stretch in stretches) * 4 <= 3 * 4096
+    assert max(stretch.span.numel for stretch in stretches) * 4 <= 3 * 4096
     assert len(stretches) > len(infos)
     seen: list[int] = []
     statistics.statistics(checkpoint, infos, stretches, seen.append)

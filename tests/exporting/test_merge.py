@@ -29,6 +29,7 @@ from zckpt.exporting.checkpoint_source import CheckpointSource
 from zckpt.exporting.merge import ELEMENTS_MAX, Merge, with_merges
 from zckpt.exporting.plan import ExportPlan, OutputTensor, Run, safetensors_file
 from zckpt.exporting.write import write_files
+from zckpt.geometry import Grid, Span
 from zckpt.storage.schemes import open_store
 
 if TYPE_CHECKING:
@@ -208,7 +209,8 @@ def test_runs_of_a_merged_weight_are_merged(tmp_path: Path) -> None:
     layer = "base_model.model.0"
     base = f"{layer}.base_layer.weight"
     merge = Merge(f"{layer}.lora_B.default.weight", f"{layer}.lora_A.default.weight", None, 1.0, False)
-    tensor = OutputTensor("rows", "F32", (3, 5), (Run(base, 22, 30), Run(base, 3, 10)))
+    box = Grid((6, 5))
+    tensor = OutputTensor("rows", "F32", (3, 5), (Run(base, Span(box, 22, 30)), Run(base, Span(box, 3, 10))))
     plan = ExportPlan((safetensors_file("x", [tensor]),))
     plan = with_merges(plan, {base: merge}, source.sources)
     write_files(open_store(tmp_path), plan.files, plan.sources, source, source.budget)

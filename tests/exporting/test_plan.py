@@ -15,8 +15,6 @@ from zckpt.exporting.plan import (
     OutputFile,
     OutputTensor,
     Run,
-    count_runs,
-    runs_of_view,
     safetensors_file,
     safetensors_files,
     size_in_bytes,
@@ -24,6 +22,7 @@ from zckpt.exporting.plan import (
     windows,
 )
 from zckpt.format.dtypes import ITEM_BYTES
+from zckpt.geometry import Grid, Span, all_of, count_runs, runs_of_view
 from zckpt.transfer.torch_dtypes import TORCH_DTYPES
 
 if TYPE_CHECKING:
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def output(name: str, dtype: str, shape: tuple[int, ...]) -> OutputTensor:
-    return OutputTensor(name, dtype, shape, (Run(name, 0, torch.Size(shape).numel()),))
+    return OutputTensor(name, dtype, shape, (Run(name, all_of(shape)),))
 
 
 def test_a_file_of_all_dtypes_has_the_bytes_that_the_library_writes(tmp_path: Path) -> None:
@@ -75,41 +74,41 @@ def test_the_runs_of_a_view_have_its_elements() -> None:
         whole.chunk(2, 1)[1].chunk(4, 0)[2].squeeze(0), whole[:, :, 0:1], whole[1:1], whole[3, 5, 4], whole[::2],
     ]  # fmt: skip
     for view in views:
-        runs = runs_of_view("w", view.shape, view.stride(), int(view.storage_offset()))
-        elements = [element for run in runs for element in range(run.start, run.stop)]
+        columns = runs_of_view(view.shape, view.stride(), int(view.storage_offset()))
+        runs = list(zip(*(column.tolist() for column in columns), strict=True))
+        elements = [element for first, numel in runs for element in range(first, first + numel)]
         assert elements == view.flatten().tolist()
         assert len(runs) <= count_runs(view.shape, view.stride())
-    assert len(runs_of_view("w", (4, 6, 5), (30, 5, 1), 0)) == 1
+    assert [column.tolist() for column in runs_of_view((4, 6, 5), (30, 5, 1), 0)] == [[0], [120]]
 
 
 @pytest.mark.parametrize("bytes_max", [8, 64, 100, 1 << 20])
 def test_windows_cover_each_byte_of_a_file_once_and_in_order(bytes_max: int) -> None:
-    views = {"half": (Run("w", 0, 20), Run("w", 40, 60)), "whole": (Run("v", 0, 77),), "empty": ()}
+    box = Grid((100,))
+    halves = Run("w", Span(box, 0, 20)), Run("w", Span(box, 40, 60))
+    views = {"half": halves, "whole": (Run("v", Span(box, 0, 77)),), "empty": ()}
     file = safetensors_file(
         "x",
-        [OutputTensor(name, "F16", (sum(r.stop - r.start for r in runs),), runs) for name, runs in views.items()],
+        [OutputTensor(name, "F16", (sum(run.span.numel for run in runs),), runs) for name, runs in views.items()],
     )
     header = file.known[0]
     file = OutputFile("x", file.nbytes, {0: header[:5], 5: header[5:]}, file.tensors)
     content = {source: torch.arange(100, dtype=torch.float16) + number for number, source in enumerate("wv")}
     expected = header + b"".join(
-        content[run.source][run.start : run.stop].numpy().tobytes()
-        for tensor in file.tensors.values()
-        for run in tensor.runs or ()
+        run.of(content[run.source]).numpy().tobytes() for tensor in file.tensors.values() for run in tensor.runs or ()
     )
     joined, cuts = b"", []
 
-    def cut(source: str, start: int, stop: int) -> int:
-        cuts.append((source, start, stop))
-        return max(start + 1, stop - stop % 3)
+    def cut(run: Run) -> int:
+        cuts.append(run)
+        return max(run.span.start + 1, run.span.stop - run.span.stop % 3)
 
     for window in windows(file, bytes_max, cut):
         assert window.start == len(joined)
         for part in window.parts:
             assert window.start + part.offset == len(joined)
-            values = (
-                content[part.source][part.start : part.stop].numpy().tobytes() if part.known is None else part.known
-            )
+            known = part.content
+            values = known if isinstance(known, bytes) else known.of(content[known.source]).numpy().tobytes()
             assert len(values) == part.nbytes
             joined += values
         assert window.start + window.nbytes == len(joined)

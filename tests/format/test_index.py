@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -22,6 +21,7 @@ from zckpt.format.dtypes import ITEM_BYTES
 from zckpt.format.index import PIECE_BYTES, ROW_BYTES, Layout, Piece, decode, encode, pieces
 from zckpt.format.manifest import Chunk, File, Files, Manifest, Part
 from zckpt.format.names import Tier, index_path
+from zckpt.geometry import Grid, Span
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -62,14 +62,14 @@ def rows(draw: st.DrawFn) -> tuple[list[tuple[int, ...]], list[list[Piece]]]:
     shapes = draw(st.lists(st.lists(st.integers(0, 5), max_size=3).map(tuple), min_size=1, max_size=6))
     pieces_of_rows = []
     for shape in shapes:
-        numel = math.prod(shape)
-        row = []
+        box = Grid(shape)
+        numel, row = box.numel, list[Piece]()
         for copy in range(draw(st.integers(1, 3))):
             inner = sorted(draw(st.sets(st.integers(1, numel - 1), max_size=4))) if numel > 1 else []
             for start, stop in zip([0, *inner], [*inner, numel], strict=True):
                 place = (draw(st.integers(0, WORLD_SIZE - 1)), draw(st.sampled_from([Tier.DEVICE, Tier.NVME])))
                 offset, block = 8 * draw(st.integers(0, 1000)), draw(st.integers(0, (1 << 32) - 1))
-                row.append(Piece(*place, copy, start, stop, offset, block))
+                row.append(Piece(*place, copy, Span(box, start, stop), offset, block))
         pieces_of_rows.append(row)
     return shapes, pieces_of_rows
 
@@ -81,7 +81,7 @@ def layout_of(rows: list[list[Piece]]) -> Layout:
         "count": map(len, rows),
         "rank": (piece.rank for piece in flat),
         "tier": (piece.tier for piece in flat),
-        "length": (piece.stop - piece.start for piece in flat),
+        "length": (piece.span.numel for piece in flat),
         "offset": (piece.offset for piece in flat),
         "block": (piece.block for piece in flat),
     }
@@ -108,8 +108,8 @@ def test_an_index_comes_back_unchanged(
         decoded = []
         for chunk in layout_chunks:
             decoded_layout = decode(raw[chunk.offset : chunk.offset + chunk.nbytes], chunk, manifest)
-            numels = [math.prod(shape) for shape in shapes[chunk.first_row : chunk.first_row + chunk.rows]]
-            decoded += [list(pieces(decoded_layout, row, numel)) for row, numel in enumerate(numels)]
+            boxes = map(Grid, shapes[chunk.first_row : chunk.first_row + chunk.rows])
+            decoded += [list(pieces(decoded_layout, row, box)) for row, box in enumerate(boxes)]
         assert decoded == expected
 
 
@@ -158,7 +158,7 @@ def decode_frame(raw: bytes, **changes: Any) -> Layout:
 
 def test_the_unbroken_index_is_sound() -> None:
     layout = decode_frame(packed())
-    assert [(p.rank, p.copy, p.start, p.stop) for p in pieces(layout, 1, 4)] == [(0, 0, 0, 4), (2, 1, 0, 4)]
+    assert [(p.rank, p.copy, *p.span[1:]) for p in pieces(layout, 1, Grid((4,)))] == [(0, 0, 0, 4), (2, 1, 0, 4)]
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ def test_each_rank_has_its_pieces_in_the_order_of_its_files(tmp_path: Path, port
     for rank, pieces in each.items():
         places = list(zip(pieces.file.tolist(), pieces.offset.tolist(), strict=True))
         assert places == sorted(places)
-        columns = (pieces.part_id, pieces.row, pieces.file, pieces.start, pieces.stop, pieces.offset, pieces.nbytes)
+        columns = (pieces.part_id, pieces.tensor, pieces.file, pieces.start, pieces.stop, pieces.offset, pieces.nbytes)
         for part_id, row, number, *start_and_stop, offset, nbytes, copy in zip(
             *(column.tolist() for column in (*columns, pieces.copy)), strict=True
         ):

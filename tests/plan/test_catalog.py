@@ -15,6 +15,7 @@ from zckpt.errors import FormatError, RankError, UnsupportedError
 from zckpt.format import index as index_format
 from zckpt.format import manifest as manifest_format
 from zckpt.format.names import Tier
+from zckpt.geometry import Grid, Span
 from zckpt.plan import catalog
 from zckpt.plan.layout import plan_data_files
 from zckpt.state.inventory import Fragment
@@ -45,7 +46,7 @@ def test_the_catalog_finds_every_piece_where_its_rank_put_it(seed: int, world_si
             (file,) = (file for file in manifest.files if manifest.path(file) == plan.id.path)
             assert (file.nbytes, file.data_start, file.first_block) == (plan.nbytes, len(plan.header), plan.first_block)
             for f, offset, _, block in pieces_of(plan):
-                place = (rank, f.tier, f.start, f.stop, offset, block)
+                place = (rank, f.tier, *f.span[1:], offset, block)
                 expected.add((f.part, f.name, f.dtype, f.shape, *place))
     pieces = set()
     for part in manifest.parts:
@@ -56,15 +57,15 @@ def test_the_catalog_finds_every_piece_where_its_rank_put_it(seed: int, world_si
                 for row in range(chunk.rows):
                     at = chunk.first_row + row
                     shape = manifest.shapes[part.shape_ids[at]]
-                    for p in index_format.pieces(layout, row, math.prod(shape)):
-                        place = (p.rank, p.tier, p.start, p.stop, p.offset, p.block)
+                    for p in index_format.pieces(layout, row, Grid(shape)):
+                        place = (p.rank, p.tier, *p.span[1:], p.offset, p.block)
                         pieces.add((part.name, manifest.names[part.name_ids[at]], part.dtypes[at], shape, *place))
     assert pieces == expected
     assert len({part.layout_id for part in manifest.parts}) == 1  # weights and moments share one layout
 
 
 def whole(part: str = "master", shape: tuple[int, ...] = (4,), dtype: str = "F32", copy: int = 0) -> Fragment:
-    return Fragment(part, "w", shape, dtype, 0, math.prod(shape), copy=copy)
+    return Fragment(part, "w", dtype, Span(Grid(shape), 0, math.prod(shape)), copy=copy)
 
 
 def test_copies_are_kept_apart_in_the_order_of_their_numbers() -> None:
@@ -72,8 +73,8 @@ def test_copies_are_kept_apart_in_the_order_of_their_numbers() -> None:
     raw, index = catalog.catalog(rank_records_of([[whole()], [], [whole(copy=2)]]), SAVE_ID, METADATA)
     manifest = manifest_format.decode(raw)
     (chunk,) = manifest.chunks
-    pieces = index_format.pieces(index_format.decode(index, chunk, manifest), 0, 4)
-    assert [(piece.rank, piece.copy, piece.start, piece.stop) for piece in pieces] == [(0, 0, 0, 4), (2, 1, 0, 4)]
+    pieces = index_format.pieces(index_format.decode(index, chunk, manifest), 0, Grid((4,)))
+    assert [(piece.rank, piece.copy, *piece.span[1:]) for piece in pieces] == [(0, 0, 0, 4), (2, 1, 0, 4)]
 
 
 @pytest.mark.parametrize("other", [whole(shape=(2, 2), copy=1), whole(dtype="I32", copy=1)], ids=["shape", "dtype"])
@@ -100,7 +101,7 @@ def test_ranks_that_disagree_about_a_tensor_are_refused(other: Fragment) -> None
 def test_pieces_that_do_not_make_up_the_tensor_are_refused(spans: list[tuple[int, int, int]]) -> None:
     """A reader could not notice this, because the index has only the lengths of pieces. So the catalog checks where
     they start."""
-    ranks = [[Fragment("master", "w", (4,), "F32", start, stop, copy=copy)] for start, stop, copy in spans]
+    ranks = [[Fragment("master", "w", "F32", Span(Grid((4,)), start, stop), copy=copy)] for start, stop, copy in spans]
     with pytest.raises(FormatError) as caught:
         catalog.catalog(rank_records_of(ranks), SAVE_ID, METADATA)
     assert caught.value.rule == "I005"
@@ -108,7 +109,10 @@ def test_pieces_that_do_not_make_up_the_tensor_are_refused(spans: list[tuple[int
 
 
 def test_parts_with_different_pieces_have_different_layouts() -> None:
-    ranks = [[whole(), Fragment("exp_avg", "w", (4,), "F32", 0, 2)], [Fragment("exp_avg", "w", (4,), "F32", 2, 4)]]
+    ranks = [
+        [whole(), Fragment("exp_avg", "w", "F32", Span(Grid((4,)), 0, 2))],
+        [Fragment("exp_avg", "w", "F32", Span(Grid((4,)), 2, 4))],
+    ]
     raw, _ = catalog.catalog(rank_records_of(ranks), SAVE_ID, METADATA)
     assert [part.layout_id for part in manifest_format.decode(raw).parts] == [0, 1]
 
@@ -125,13 +129,16 @@ def test_a_rank_record_is_the_same_after_packing_and_unpacking() -> None:
         )
         for columns, expected in zip(back.piece_columns, rank_record.piece_columns, strict=True):
             assert all(
-                np.array_equal(getattr(columns, column), getattr(expected, column)) for column in catalog._COLUMNS
+                np.array_equal(getattr(columns, column), getattr(expected, column))
+                for column in catalog.PieceColumns.__dataclass_fields__
             )
         assert len(back.piece_columns) < len(back.files)  # weights and moments share their piece columns
 
 
 def test_rank_records_of_several_ranks_share_their_tensors() -> None:
-    rank_records = rank_records_of([[Fragment("master", "w", (4,), "F32", rank, rank + 1)] for rank in range(4)])
+    rank_records = rank_records_of(
+        [[Fragment("master", "w", "F32", Span(Grid((4,)), rank, rank + 1))] for rank in range(4)]
+    )
     first, *others = catalog.unpack(map(catalog.pack, reversed(rank_records)))
     assert [record.rank for record in (first, *others)] == [0, 1, 2, 3]
     assert all(record.tensors[0] is first.tensors[0] for record in others)
@@ -145,7 +152,7 @@ def synthetic(ranks: int, tensors: int, parts: int) -> list[catalog.RankRecord]:
     zeros = np.zeros(tensors, np.int64)
     rank_records = []
     for rank in range(ranks):
-        columns = catalog.PieceColumns(number, zeros, zeros + 4 * rank, zeros + 4, 16 * number, 1 + number)
+        columns = catalog.PieceColumns(number, zeros + 4 * rank, zeros + 4 * rank + 4, zeros, 16 * number, 1 + number)
         data_files = tuple(
             catalog.FileRecord(f"part{part}", Tier.DEVICE, 4096 + 16 * tensors, 4096, part * (tensors + 1), 0, "")
             for part in range(parts)
@@ -176,6 +183,6 @@ def test_digests_are_added_to_a_manifest_that_was_planned_before() -> None:
 
 def test_an_alias_of_a_missing_tensor_is_left_out() -> None:
     metadata = replace(METADATA, aliases={"head": "w", "other": "gone"})
-    fragments = [[Fragment("master", "w", (3,), "F32", 0, 3)]]
+    fragments = [[Fragment("master", "w", "F32", Span(Grid((3,)), 0, 3))]]
     raw, _ = catalog.catalog(rank_records_of(fragments), SAVE_ID, metadata)
     assert manifest_format.decode(raw).aliases == {"head": "w"}

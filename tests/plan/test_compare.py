@@ -9,14 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zckpt.format.digest import digest
-from zckpt.plan.compare import cut_at_blocks, differing
+from zckpt.geometry import Grid, Span, cut_at_blocks
+from zckpt.plan.compare import differing
 from zckpt.plan.reshard import StoredPieces
 
 
 def pieces_of(bounds: list[int]) -> StoredPieces:
     start, stop = np.array(bounds[:-1], np.int64), np.array(bounds[1:], np.int64)
     zeros = np.zeros(len(start), np.int64)
-    return StoredPieces(zeros, zeros, start, stop, zeros, zeros)
+    return StoredPieces(zeros, start, stop, zeros, zeros, zeros)
 
 
 CUTS = st.lists(st.integers(1, 400), min_size=1, max_size=12, unique=True).map(lambda cuts: [0, *sorted(cuts)])
@@ -29,12 +30,13 @@ def test_slices_make_up_the_range_and_share_no_block(
     numel, limit = bounds[-1], blocks * block_items
     begin = data.draw(st.integers(0, numel - 1))
     end = data.draw(st.integers(begin + 1, numel))
-    slices = list(cut_at_blocks(begin, end, pieces_of(bounds), block_items, limit))
-    assert [slices[0][0], *(stop for _, stop in slices)] == [*(start for start, _ in slices), end]
-    assert slices[0][0] == begin
-    assert all(0 < stop - start <= limit for start, stop in slices)
+    span = Span(Grid((numel,)), begin, end)
+    slices = list(cut_at_blocks(span, pieces_of(bounds).start, block_items, limit))
+    assert [slices[0].start, *(part.stop for part in slices)] == [*(part.start for part in slices), end]
+    assert slices[0].start == begin
+    assert all(0 < part.numel <= limit for part in slices)
     blocks_begin = {at for first, last in pairwise(bounds) for at in range(first, last, block_items)}
-    assert {start for start, _ in slices[1:]} <= blocks_begin
+    assert {part.start for part in slices[1:]} <= blocks_begin
 
 
 @given(CUTS, st.integers(1, 60), st.data())
@@ -52,8 +54,8 @@ def test_blocks_with_different_digests_are_found(bounds: list[int], block_items:
     def digests(values: np.ndarray) -> np.ndarray:
         return np.stack([np.frombuffer(digest(values[first:last]), np.uint8) for first, last in blocks])
 
-    pieces = pieces_of(bounds)
-    ranges = differing(pieces.start, pieces.stop, digests(values_a), digests(values_b), block_items)
+    box = Grid((numel,))
+    spans = differing(box, pieces_of(bounds), digests(values_a), digests(values_b), block_items)
     expected = {at for start, stop in blocks if changed & set(range(start, stop)) for at in range(start, stop)}
-    assert {at for start, stop in ranges for at in range(start, stop)} == expected
-    assert all(stop < start for (_, stop), (start, _) in pairwise(ranges)), "neighbours are joined"
+    assert {at for span in spans for at in range(span.start, span.stop)} == expected
+    assert all(one.stop < other.start for one, other in pairwise(spans)), "neighbours are joined"

@@ -8,8 +8,9 @@ import itertools
 import numpy as np
 import pytest
 
+from zckpt.geometry import Grid, Span
 from zckpt.plan.exchange import Messages, SlicedFiles, plan_messages
-from zckpt.plan.reshard import ElementRange, StoredPieces
+from zckpt.plan.reshard import StoredPieces, Wanted
 
 SLICE_BYTES = 64
 
@@ -30,11 +31,11 @@ def test_every_file_gets_its_elements(seed: int) -> None:
     dtypes = [np.dtype(random.choice(["u8", "u4", "u2", "u1"])) for _ in range(6)]
     tensors = [random.integers(256, size=random.integers(0, 90)).astype(dtype) for dtype in dtypes]
     pieces, data = _held(random, tensors, ranks)
-    files, spans, slices = _files(random, tensors, ranks)
-    wanted = [file.copy() for file in files]
+    files, wanted, slices = _files(random, tensors, ranks)
+    expected_files = [file.copy() for file in files]
     for file in files:
         file[:] = 0
-    planned = [plan_messages(pieces, spans, [d.itemsize for d in dtypes], slices, rank) for rank in range(ranks)]
+    planned = [plan_messages(pieces, wanted, [d.itemsize for d in dtypes], slices, rank) for rank in range(ranks)]
     for turn in range(slices.rounds):
         for source in range(ranks):
             for target in range(ranks):
@@ -53,7 +54,7 @@ def test_every_file_gets_its_elements(seed: int) -> None:
                     place = files[number][first + position : first + position + nbytes]
                     assert not place.any(), "each byte is written once"
                     place[:] = values
-    for file, expected in zip(files, wanted, strict=True):
+    for file, expected in zip(files, expected_files, strict=True):
         assert np.array_equal(file, expected)
 
 
@@ -72,16 +73,16 @@ def _held(
         cuts = sorted({0, len(tensor), *random.integers(0, len(tensor) + 1, 3).tolist()})
         for start, stop in itertools.pairwise(cuts):
             rank = int(random.integers(ranks))
-            rows.append((number, rank, start, stop, len(data[rank]), 0))
+            rows.append((number, start, stop, rank, len(data[rank]), 0))
             data[rank].append(tensor[start:stop])
     return StoredPieces(*np.array(rows, np.int64).reshape(-1, 6).T), data
 
 
 def _files(
     random: np.random.Generator, tensors: list[np.ndarray], ranks: int
-) -> tuple[list[np.ndarray], list[list[ElementRange]], SlicedFiles]:
+) -> tuple[list[np.ndarray], list[Wanted], SlicedFiles]:
     """Makes files of runs of elements with gaps between them. Some elements are in several files, others in none.
-    Returns the files, the ranges of each tensor, and the slices of the files."""
+    Returns the files, the elements that they are made of, and the slices of the files."""
     runs = []
     nbytes = []
     for number in range(3):
@@ -94,9 +95,10 @@ def _files(
         nbytes.append(at)
     slices = SlicedFiles(SLICE_BYTES, tuple(nbytes), tuple(random.integers(ranks, size=len(nbytes)).tolist()))
     files = [np.zeros(file_bytes, np.uint8) for file_bytes in nbytes]
-    spans: list[list[ElementRange]] = [[] for _ in tensors]
+    wanted = []
     for number, at, tensor, start, stop in runs:
         values = tensors[tensor][start:stop]
         files[number][at : at + values.nbytes] = values.view(np.uint8)
-        spans[tensor].append(ElementRange(start, stop, (slices.starts[number] + at) // values.itemsize))
-    return files, spans, slices
+        span = Span(Grid(tensors[tensor].shape), start, stop)
+        wanted.append(Wanted(tensor, span, (slices.starts[number] + at) // values.itemsize))
+    return files, wanted, slices

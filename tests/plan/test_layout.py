@@ -17,6 +17,7 @@ from zckpt.format.data_file import decode_header
 from zckpt.format.digest import DIGEST_BYTES, block_count
 from zckpt.format.dtypes import ITEM_BYTES
 from zckpt.format.limits import DATA_ALIGNMENT_BYTES
+from zckpt.geometry import Grid, Span
 from zckpt.plan import layout
 from zckpt.plan.layout import HEADER, plan_data_files, plan_writes
 from zckpt.state.inventory import Fragment
@@ -38,7 +39,7 @@ def test_a_file_per_part_and_tier_holds_every_fragment_once(fragments: list[Frag
         block, offset = block_count(len(plan.header), BLOCK_BYTES), 0
         for fragment, start, nbytes, first in pieces_of(plan):
             assert (first, start) == (block, offset)
-            assert nbytes == (fragment.stop - fragment.start) * ITEM_BYTES[fragment.dtype]
+            assert nbytes == fragment.span.numel * ITEM_BYTES[fragment.dtype]
             assert start % ITEM_BYTES[fragment.dtype] == 0
             block += block_count(nbytes, BLOCK_BYTES)
             offset += nbytes
@@ -50,8 +51,8 @@ def test_pieces_keep_the_order_of_memory() -> None:
     """Therefore one sequential write suffices for a flat buffer. Only fragments with larger elements go before those
     with smaller ones."""
     names = ["z", "a", "m"]
-    fragments = [Fragment("master", name, (4,), "F32", 0, 4) for name in names]
-    fragments.insert(1, Fragment("master", "wide", (4,), "F64", 0, 4))
+    fragments = [Fragment("master", name, "F32", Span(Grid((4,)), 0, 4)) for name in names]
+    fragments.insert(1, Fragment("master", "wide", "F64", Span(Grid((4,)), 0, 4)))
     (plan,) = plan_data_files(fragments, SAVE_ID, 0, 1, block_bytes=BLOCK_BYTES)
     assert [fragment.name for fragment in plan.fragments] == ["wide", *names]
 
@@ -86,7 +87,7 @@ def test_writes_tile_the_file_in_whole_blocks(fragments: list[Fragment], batch_b
 def test_a_straight_write_may_be_larger_than_a_buffer() -> None:
     mib = 1 << 20
     memory = torch.empty(10 * mib)
-    fragments = [Fragment("master", "w", (len(memory),), "F32", 0, len(memory), data=memory)]
+    fragments = [Fragment("master", "w", "F32", Span(Grid((len(memory),)), 0, len(memory)), data=memory)]
     files = plan_data_files(fragments, SAVE_ID, 0, 1, block_bytes=mib)
     sizes: dict[str, Any] = {"batch_bytes": 8 * mib, "block_bytes": mib}
     for straight, largest in (["master"], 16 * mib), ([], 8 * mib):
@@ -106,7 +107,9 @@ def fragments_in_memory(memory: torch.Tensor, choice: random.Random) -> list[Fra
             stop = at + count * ITEM_BYTES[dtype]
             if stop > len(memory):
                 return fragments
-            fragments.append(Fragment("master", f"w{len(fragments)}", (count,), dtype, 0, count, data=memory[at:stop]))
+            fragments.append(
+                Fragment("master", f"w{len(fragments)}", dtype, Span(Grid((count,)), 0, count), data=memory[at:stop])
+            )
             at = stop
 
 
@@ -161,7 +164,7 @@ def test_only_long_runs_in_host_memory_are_written_without_a_buffer(seed: int, b
 
 def test_more_blocks_than_a_digest_table_can_hold_are_refused() -> None:
     numel = (1 << 26) << 10
-    fragment = Fragment("master", "w", (numel,), "F32", 0, numel)
+    fragment = Fragment("master", "w", "F32", Span(Grid((numel,)), 0, numel))
     with pytest.raises(UnsupportedError, match=r"67,108,865 blocks of 4,096 bytes; .* 67,108,864"):
         plan_data_files([fragment], SAVE_ID, 0, 1, block_bytes=4096)
 
@@ -170,7 +173,11 @@ def test_more_blocks_than_a_digest_table_can_hold_are_refused() -> None:
 def test_state_that_may_change_at_any_time_is_read_first(later: tuple[str, ...]) -> None:
     all_parts = ("master", "param", "buffer")
     files = plan_data_files(
-        [Fragment(part, "w", (3000,), "F32", 0, 3000) for part in all_parts], SAVE_ID, 0, 1, block_bytes=BLOCK_BYTES
+        [Fragment(part, "w", "F32", Span(Grid((3000,)), 0, 3000)) for part in all_parts],
+        SAVE_ID,
+        0,
+        1,
+        block_bytes=BLOCK_BYTES,
     )
     plan = plan_writes(files, later, batch_bytes=BLOCK_BYTES, block_bytes=BLOCK_BYTES)
     parts = [files[op.file].id.part for op in plan.ops]

@@ -19,9 +19,10 @@ from zckpt.errors import MismatchError
 from zckpt.format.digest import block_count, blocks
 from zckpt.format.index import Piece
 from zckpt.format.names import Tier
+from zckpt.geometry import Grid, Span, all_of, slice_of
 from zckpt.plan import coalesce
 from zckpt.plan.coalesce import Places, Ranges, joined_copies, plan_reads
-from zckpt.plan.reshard import ElementRange, PieceRanges, StoredPieces, choose_copies, piece_ranges, slice_ranges
+from zckpt.plan.reshard import PieceRanges, StoredPieces, Wanted, choose_copies, piece_ranges
 
 FILES = 3
 KIB = 1 << 10
@@ -73,13 +74,15 @@ def stores(draw: st.DrawFn) -> Store:
         stored, file = tensors[number], draw(st.integers(0, FILES - 1))
         data = stored.values.reshape(-1, stored.item)[start:stop].tobytes()
         offset = len(contents[file]) - data_starts[file]
-        stored.pieces.append(Piece(file, Tier.DEVICE, 0, start, stop, offset, next_block[file]))
+        stored.pieces.append(
+            Piece(file, Tier.DEVICE, 0, Span(Grid(stored.values.shape[:-1]), start, stop), offset, next_block[file])
+        )
         for block, first, last in blocks(len(contents[file]), len(data), next_block[file], block_bytes):
             block_places[file, block] = first, last
         next_block[file] += block_count(len(data), block_bytes)
         contents[file] += data
     for stored in tensors:
-        stored.pieces.sort(key=lambda piece: piece.start)
+        stored.pieces.sort(key=lambda piece: piece.span.start)
         stored.files.extend(piece.rank for piece in stored.pieces)
     return Store(tensors, [bytes(content) for content in contents], data_starts, block_bytes, block_places)
 
@@ -91,17 +94,24 @@ def slices(draw: st.DrawFn, shape: tuple[int, ...]) -> tuple[slice, ...]:
     return tuple(slice(draw(bound), draw(bound), draw(st.sampled_from([None, 1]))) for _ in range(count))
 
 
-Requests = list[tuple[Stored, list[ElementRange]]]
+Requests = list[tuple[Stored, list[tuple[Span, int]]]]
+"""For each request, the tensor, and the elements of it with the first element of the target to which they go."""
+
+
+def elements(start: int, stop: int, target_start: int = 0) -> tuple[Span, int]:
+    """Returns elements of a tensor of any size for a request."""
+    return Span(Grid((1 << 40,)), start, stop), target_start
 
 
 def found(requests: Requests) -> PieceRanges:
     columns = [
-        (number, file, piece.start, piece.stop, piece.offset, piece.block)
+        (number, *piece.span[1:], file, piece.offset, piece.block)
         for number, (stored, _) in enumerate(requests)
         for piece, file in zip(stored.pieces, stored.files, strict=True)
     ]
     pieces = StoredPieces(*np.array(columns, np.int64).reshape(-1, 6).T)
-    return piece_ranges(pieces, [ranges for _, ranges in requests], [stored.item for stored, _ in requests])
+    wanted = [Wanted(number, *part) for number, (_, parts) in enumerate(requests) for part in parts]
+    return piece_ranges(pieces, wanted, [stored.item for stored, _ in requests])
 
 
 def run(store: Store, ops: tuple[coalesce.ReadOp, ...], targets: list[bytearray]) -> Counter[tuple[int, int]]:
@@ -159,11 +169,10 @@ def test_reads_give_what_indexing_gives(
     targets, expected = [], []
     for stored in store.tensors:
         index = data.draw(slices(stored.values.shape[:-1]))
-        shape, ranges = slice_ranges(stored.values.shape[:-1], index)
+        shape, span = slice_of(stored.values.shape[:-1], index)
         result = stored.values[index]
         assert shape == result.shape[:-1]
-        assert sum(span.stop - span.start for span in ranges) == math.prod(shape)
-        requests.append((stored, ranges))
+        requests.append((stored, [(span, 0)]))
         targets.append(bytearray(result.nbytes))
         expected.append(result.tobytes())
     with mock.patch.object(coalesce, "SEGMENTS_MAX", segments_max):
@@ -212,7 +221,7 @@ def test_ranges_with_a_small_gap_between_them_are_read_together(gap_bytes: int, 
 @given(st.data(), stores(), st.booleans())
 def test_files_with_bytes_of_urgent_targets_come_first(data: st.DataObject, store: Store, verify: bool) -> None:
     requests: Requests = [
-        (stored, slice_ranges(stored.values.shape[:-1], data.draw(slices(stored.values.shape[:-1])))[1])
+        (stored, [(slice_of(stored.values.shape[:-1], data.draw(slices(stored.values.shape[:-1])))[1], 0)])
         for stored in store.tensors
     ]
     pieces, urgent = found(requests), data.draw(st.integers(0, len(requests)))
@@ -309,8 +318,7 @@ def test_each_byte_is_put_into_its_place_once(
     end = 1000  # the end of the memory that is in use
     for stored in store.tensors:
         index = data.draw(slices(stored.values.shape[:-1]))
-        _, ranges = slice_ranges(stored.values.shape[:-1], index)
-        requests.append((stored, ranges))
+        requests.append((stored, [(slice_of(stored.values.shape[:-1], index)[1], 0)]))
         expected.append(stored.values[index].tobytes())
         targets.append(bytearray(len(expected[-1])))
         begin = end + data.draw(st.just(0) | st.integers(0, 40))
@@ -350,8 +358,8 @@ def test_each_byte_is_put_into_its_place_once(
     ],
 )
 def test_a_straight_read_may_be_larger_than_a_buffer(kib: int, batch_kib: int, address: int, sizes: list[int]) -> None:
-    stored = Stored(np.empty(0), 1, [Piece(0, Tier.DEVICE, 0, 0, kib * KIB, 0, 0)], [0])
-    wanted, places = found([(stored, [ElementRange(0, kib * KIB, 0)])]), Places(np.array([address]), 512, 512)
+    stored = Stored(np.empty(0), 1, [Piece(0, Tier.DEVICE, 0, Span(Grid((kib * KIB,)), 0, kib * KIB), 0, 0)], [0])
+    wanted, places = found([(stored, [elements(0, kib * KIB)])]), Places(np.array([address]), 512, 512)
     ops = plan_reads(
         wanted, data_starts=[0], block_bytes=64 * KIB, verify=True, batch_bytes=batch_kib * KIB, places=places
     )
@@ -377,8 +385,8 @@ def test_bytes_with_the_same_alignment_in_memory_and_file_are_read_straight_to_m
     places: Places, inner: list[tuple[int, int, int]], edges: list[tuple[int, int, int]]
 ) -> None:
     """The file has two tensors of 100 bytes, one after the other, from its byte 103 on."""
-    stored = [Stored(np.empty(0), 1, [Piece(0, Tier.DEVICE, 0, 0, 100, offset, 0)], [0]) for offset in (3, 103)]
-    wanted = found([(tensor, [ElementRange(0, 100, 0)]) for tensor in stored])
+    stored = [Stored(np.empty(0), 1, [Piece(0, Tier.DEVICE, 0, all_of((100,)), offset, 0)], [0]) for offset in (3, 103)]
+    wanted = found([(tensor, [elements(0, 100)]) for tensor in stored])
     with mock.patch.object(coalesce, "STRAIGHT_BYTES_MIN", 90):
         (op,) = plan_reads(wanted, data_starts=[100], block_bytes=64, verify=True, batch_bytes=4096, places=places)
         assert (rows(op.inner), rows(op.edges)) == (inner, edges)
@@ -389,8 +397,8 @@ def test_bytes_with_the_same_alignment_in_memory_and_file_are_read_straight_to_m
 @pytest.mark.parametrize("verify", [True, False])
 def test_a_block_that_is_wanted_only_in_part_goes_through_a_buffer(verify: bool) -> None:
     """A block that is wanted twice also goes through a buffer."""
-    stored = Stored(np.empty(0), 1, [Piece(0, Tier.DEVICE, 0, 0, 256, 0, 0)], [0])
-    wanted = found([(stored, [ElementRange(10, 200, 10)]), (stored, [ElementRange(130, 140, 0)])])
+    stored = Stored(np.empty(0), 1, [Piece(0, Tier.DEVICE, 0, all_of((256,)), 0, 0)], [0])
+    wanted = found([(stored, [elements(10, 200, 10)]), (stored, [elements(130, 140)])])
     places = Places(np.array([5000, 9000]), 1, 1)
     with mock.patch.object(coalesce, "STRAIGHT_BYTES_MIN", 1):
         ops = plan_reads(wanted, data_starts=[0], block_bytes=64, verify=verify, batch_bytes=4096, places=places)
@@ -402,7 +410,7 @@ def test_a_block_that_is_wanted_only_in_part_goes_through_a_buffer(verify: bool)
 def test_reads_of_whole_tensors_read_only_their_bytes(store: Store, wanted: list[bool], verify: bool) -> None:
     chosen = {number for number, _ in enumerate(store.tensors) if wanted[number]}
     requests: Requests = [
-        (stored, [ElementRange(0, stored.values.size // stored.item, 0)] if target in chosen else [])
+        (stored, [elements(0, stored.values.size // stored.item)] if target in chosen else [])
         for target, stored in enumerate(store.tensors)
     ]
     ops = plan_reads(
@@ -430,7 +438,7 @@ def test_overlapping_ranges_read_each_block_once(store: Store, length: int, shif
         for start in (0, shift):
             stop = min(start + length, numel)
             if start < stop:
-                requests.append((stored, [ElementRange(start, stop, 0)]))
+                requests.append((stored, [elements(start, stop)]))
                 expected.append(stored.values.reshape(-1, stored.item)[start:stop].tobytes())
                 targets.append(bytearray(len(expected[-1])))
     ops = plan_reads(
@@ -448,7 +456,7 @@ def test_a_range_may_begin_anywhere_in_its_target(data: st.DataObject, store: St
     numel = stored.values.size // stored.item
     start = data.draw(st.integers(0, numel))
     stop, at = data.draw(st.integers(start, numel)), data.draw(st.integers(0, 9))
-    requests: Requests = [(stored, [ElementRange(start, stop, at)])]
+    requests: Requests = [(stored, [elements(start, stop, at)])]
     ops = plan_reads(
         found(requests), data_starts=store.data_starts, block_bytes=store.block_bytes, verify=True, batch_bytes=1 << 20
     )
@@ -463,8 +471,8 @@ def test_a_range_may_begin_anywhere_in_its_target(data: st.DataObject, store: St
 @pytest.mark.parametrize(("start", "reads"), [(3, [(103, 5)]), (4, [(103, 3), (107, 2)])])
 def test_gaps_between_ranges_are_not_read(start: int, reads: list[tuple[int, int]]) -> None:
     """Ranges that are next to each other are one read."""
-    ranges = [ElementRange(0, 3, 0), ElementRange(start, start + 2, 3)]
-    stored = Stored(np.empty(0), 1, [Piece(0, Tier.DEVICE, 0, 0, 8, 3, 0)], [0])
+    ranges = [elements(0, 3), elements(start, start + 2, 3)]
+    stored = Stored(np.empty(0), 1, [Piece(0, Tier.DEVICE, 0, all_of((8,)), 3, 0)], [0])
     ops = plan_reads(found([(stored, ranges)]), data_starts=[100], block_bytes=4096, verify=False, batch_bytes=4096)
     assert [(op.offset, op.nbytes) for op in ops] == reads
 
@@ -472,13 +480,7 @@ def test_gaps_between_ranges_are_not_read(start: int, reads: list[tuple[int, int
 @pytest.mark.parametrize("index", [(slice(None),) * 3, (slice(0, 4, 2),), (slice(None, None, -1),)])
 def test_slices_that_cannot_be_read_are_refused(index: tuple[slice, ...]) -> None:
     with pytest.raises(MismatchError):
-        slice_ranges((4, 4), index)
-
-
-def test_a_contiguous_slice_is_one_range() -> None:
-    assert slice_ranges((6, 5, 4), (slice(1, 3),)) == ((2, 5, 4), [ElementRange(20, 60, 0)])
-    assert slice_ranges((6, 5, 4), (slice(2, 3), slice(1, 4))) == ((1, 3, 4), [ElementRange(44, 56, 0)])
-    assert slice_ranges((), ()) == ((), [ElementRange(0, 1, 0)])
+        slice_of((4, 4), index)
 
 
 def test_a_rank_gets_its_own_copy_if_it_holds_one() -> None:

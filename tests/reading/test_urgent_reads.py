@@ -13,7 +13,7 @@ import torch
 
 import zckpt
 from tests.support.states import write_state
-from zckpt.plan.reshard import ElementRange
+from zckpt.geometry import all_of
 from zckpt.reading import checkpoint as reading
 from zckpt.reading.checkpoint import ReadRequest
 from zckpt.storage.local_reader import LocalReader
@@ -43,9 +43,7 @@ def empty(expected: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def read(checkpoint: Checkpoint, out: Mapping[str, torch.Tensor], urgent: int = len(TENSORS), **options: Any) -> None:
-    requests = [
-        ReadRequest(checkpoint[key], [ElementRange(0, tensor.numel(), 0)], tensor) for key, tensor in out.items()
-    ]
+    requests = [ReadRequest(checkpoint[key], all_of(tensor.shape), tensor) for key, tensor in out.items()]
     checkpoint.read(requests, urgent=urgent, **options)
 
 
@@ -118,9 +116,9 @@ def test_without_urgent_bytes_the_caller_is_told_too(checkpoint: Checkpoint) -> 
     calls: list[str] = []
     checkpoint.read([], after_urgent=partial(calls.append, "nothing to read"))
     info = checkpoint[f"{URGENT}/empty"]
-    request = ReadRequest(info, [ElementRange(0, 0, 0)], torch.empty(info.shape))
+    request = ReadRequest(info, all_of(info.shape), torch.empty(info.shape))
     checkpoint.read([request], urgent=1, after_urgent=partial(calls.append, "no bytes"))
-    meta = ReadRequest(checkpoint[f"{URGENT}/small"], [ElementRange(0, 7, 0)], torch.empty(7, device="meta"))
+    meta = ReadRequest(checkpoint[f"{URGENT}/small"], all_of((7,)), torch.empty(7, device="meta"))
     checkpoint.read([meta], urgent=1, after_urgent=partial(calls.append, "no memory"))
     assert calls == ["nothing to read", "no bytes", "no memory"]
 

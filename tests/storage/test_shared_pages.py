@@ -17,6 +17,7 @@ from tests.support.states import same_all, write_state
 from zckpt.format.data_file import decode_header
 from zckpt.format.limits import DATA_ALIGNMENT_BYTES
 from zckpt.format.names import Tier
+from zckpt.geometry import Grid, Span
 from zckpt.plan.layout import FILLER, HEADER, SHARED_BYTES_MIN, plan_data_files, plan_writes
 from zckpt.state.inventory import FileRange, Fragment
 from zckpt.storage.local_writer import LocalWriter
@@ -95,7 +96,9 @@ def test_a_shared_checkpoint_takes_no_space_and_keeps_its_bytes(shares: Path) ->
     from zckpt.testing.fragments import write_fragments
 
     before = used_bytes(shares)
-    fragment = Fragment("master", "w", (count,), "F32", 0, count, Tier.NVME, data=FileRange(str(swap), 0, 4 * count))
+    fragment = Fragment(
+        "master", "w", "F32", Span(Grid((count,)), 0, count), Tier.NVME, data=FileRange(str(swap), 0, 4 * count)
+    )
     target = str(shares / "c")
     write_fragments(target, [[fragment]], catalog.SaveMetadata(0, 1 << 20, {}, b"\xc0", {}))
     assert used_bytes(shares) - before < 4 * MIB
@@ -119,7 +122,14 @@ def test_long_runs_of_a_swap_file_keep_their_place_in_a_page() -> None:
     half = SHARED_BYTES_MIN // 8
 
     def fragment(name: str, offset: int, count: int) -> Fragment:
-        return Fragment("master", name, (count,), "F32", 0, count, Tier.NVME, data=FileRange("swap", offset, 4 * count))
+        return Fragment(
+            "master",
+            name,
+            "F32",
+            Span(Grid((count,)), 0, count),
+            Tier.NVME,
+            data=FileRange("swap", offset, 4 * count),
+        )
 
     fragments = [
         fragment("first", 0, half + 1),

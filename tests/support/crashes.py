@@ -55,7 +55,11 @@ class Half(Engine):
         start, stop = (0, middle) if os.environ["RANK"] == "0" else (middle, len(self.weight))
         halves = [(f, f.data) for f in self.fragments()]
         return Inventory(
-            tuple(replace(f, start=start, stop=stop, data=d[start:stop]) for f, d in halves if d is not None)  # type: ignore[index]
+            tuple(
+                replace(f, span=f.span.narrow(start, stop - start), data=d[start:stop])  # type: ignore[index]
+                for f, d in halves
+                if d is not None
+            )
         )
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tests.support.states import cuts
+from zckpt.geometry import Grid, Span
 from zckpt.state.inventory import Fragment
 
 if TYPE_CHECKING:
@@ -29,7 +30,9 @@ def fragments_of(
         dtype = choice.choice(["F32", "BF16", "U8", "F64"])
         for owner, tier, start, stop in cuts(math.prod(shape), world_size, "random", choice):
             if owner == rank:
-                fragments += [Fragment(part, f"layer.{number}", shape, dtype, start, stop, tier) for part in parts]
+                fragments += [
+                    Fragment(part, f"layer.{number}", dtype, Span(Grid(shape), start, stop), tier) for part in parts
+                ]
     return fragments
 
 

@@ -15,6 +15,7 @@ import zckpt
 from zckpt.engines import adapt
 from zckpt.errors import FormatError
 from zckpt.format.names import Tier, check_tensor_name
+from zckpt.geometry import Grid, Span
 from zckpt.plan import catalog
 from zckpt.state.inventory import BUFFER, MASTER, FileRange, Fragment, Inventory
 from zckpt.testing.fragments import write_fragments
@@ -93,7 +94,7 @@ def write_state(
         for rank, value in enumerate(values):
             fragments[rank].append(fragment(BUFFER, name, value, 0, value.numel(), Tier.DEVICE, rank))
     ranks = [
-        {(f.key, f.start, f.stop): f.data for f in of_rank if isinstance(f.data, torch.Tensor) and f.data.numel()}
+        {(f.key, *f.span[1:]): f.data for f in of_rank if isinstance(f.data, torch.Tensor) and f.data.numel()}
         for of_rank in fragments
     ]
     if swap is not None:
@@ -112,7 +113,7 @@ def fragment(
     part: str, name: str, value: torch.Tensor, start: int, stop: int, tier: Tier = Tier.DEVICE, copy: int = 0
 ) -> Fragment:
     data = value.contiguous().reshape(-1)[start:stop]
-    return Fragment(part, name, tuple(value.shape), DTYPE_NAMES[value.dtype], start, stop, tier, copy, data)
+    return Fragment(part, name, DTYPE_NAMES[value.dtype], Span(Grid(tuple(value.shape)), start, stop), tier, copy, data)
 
 
 def swap_out(fragments: list[Fragment], path: Path) -> list[Fragment]:

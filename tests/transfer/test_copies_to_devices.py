@@ -31,7 +31,7 @@ from tests.support.device_copies import (
     written,
 )
 from tests.support.states import write_state
-from zckpt.plan.reshard import ElementRange
+from zckpt.geometry import all_of
 from zckpt.reading.checkpoint import ReadRequest
 from zckpt.storage.local_reader import LocalReader
 from zckpt.storage.local_writer import LocalWriter
@@ -125,7 +125,7 @@ def test_urgent_targets_on_a_device_are_filled_when_the_caller_is_told(tmp_path:
     expected = checkpoint.load()
     out = {key: torch.zeros(tensor.shape, device="sim") for key, tensor in expected.items()}
     keys = sorted(expected, key=lambda key: key.startswith("exp_avg"))
-    requests = [ReadRequest(checkpoint[key], [ElementRange(0, out[key].numel(), 0)], out[key]) for key in keys]
+    requests = [ReadRequest(checkpoint[key], all_of(out[key].shape), out[key]) for key in keys]
     urgent, copied_bytes = len(keys) // 2, list[int]()
 
     def after_urgent() -> None:

@@ -27,7 +27,6 @@ from zckpt.errors import (
 from zckpt.listing.find import advised
 from zckpt.listing.runs import whole_neighbours
 from zckpt.offloading.away import away, tensors_in_memory
-from zckpt.plan.reshard import ElementRange
 from zckpt.plan.select import by_part, several
 from zckpt.progress import Progress, logged, reported
 from zckpt.ranks.collectives import Ranks, check_arguments, check_equal, comparable
@@ -382,7 +381,7 @@ def _change(plan: RestorePlan, rank: int | None, request: Request) -> None:
 def _fill(plan: RestorePlan, rank: int | None, request: Request) -> None:
     checkpoint, sources = plan.checkpoint, plan.match.sources
     stored = [fragment for fragment in plan.match.filled if fragment.key in sources]
-    nbytes = sum((fragment.stop - fragment.start) * sources[fragment.key].dtype.itemsize for fragment in stored)
+    nbytes = sum(fragment.span.numel * sources[fragment.key].dtype.itemsize for fragment in stored)
     synchronize(plan.adapter.devices)
     staging = checkpoint.staging(plan.adapter.devices)
     with (
@@ -410,7 +409,7 @@ def _requests(fragments: Iterable[Fragment], sources: Mapping[str, TensorInfo]) 
         if info is None:
             fragment.data.zero_()
         else:
-            yield ReadRequest(info, [ElementRange(fragment.start, fragment.stop, 0)], fragment.data)
+            yield ReadRequest(info, fragment.span, fragment.data)
 
 
 @contextmanager

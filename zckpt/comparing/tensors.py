@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from dataclasses import dataclass
 from functools import partial
@@ -14,9 +13,8 @@ from zckpt.comparing.report import TensorDifference
 from zckpt.comparing.values import Tally, compare
 from zckpt.errors import FormatError
 from zckpt.format.digest import DIGEST_BYTES, block_count
-from zckpt.format.index import ragged
-from zckpt.plan.compare import cut_at_blocks, differing
-from zckpt.plan.reshard import ElementRange
+from zckpt.geometry import Span, all_of, cut_at_blocks, ragged
+from zckpt.plan.compare import differing
 from zckpt.progress import Progress, reported
 from zckpt.reading.checkpoint import ReadRequest
 from zckpt.state.inventory import BUFFER
@@ -109,7 +107,7 @@ def compared_copies(a: Checkpoint, b: Checkpoint, pair: Pair) -> list[tuple[int,
 
 
 class PairSlice(NamedTuple):
-    """A range of elements of one copy of a tensor, in each of the two checkpoints."""
+    """Elements of one copy of a tensor, in each of the two checkpoints."""
 
     pair: Pair
     """The tensor in both checkpoints."""
@@ -117,15 +115,13 @@ class PairSlice(NamedTuple):
     """The number of the copy in a."""
     copy_b: int
     """The number of the copy in b."""
-    start: int
-    """The first element, counted from 0 in row-major order."""
-    stop: int
-    """The element after the last one."""
+    span: Span
+    """The elements."""
 
     @property
     def nbytes(self) -> int:
         """The size in bytes of these elements in one checkpoint."""
-        return (self.stop - self.start) * self.pair.a.item_bytes
+        return self.span.numel * self.pair.a.item_bytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -174,12 +170,7 @@ class Comparison:
         """Reads the elements of each slice from one checkpoint. ``ranges``: the tensor, the number of its copy, and the
         slice."""
         requests = [
-            ReadRequest(
-                info,
-                [ElementRange(pair_slice.start, pair_slice.stop, 0)],
-                fresh_tensor((pair_slice.stop - pair_slice.start,), info.dtype, "cpu"),
-                copy,
-            )
+            ReadRequest(info, pair_slice.span, fresh_tensor((pair_slice.span.numel,), info.dtype, "cpu"), copy)
             for info, copy, pair_slice in ranges
         ]
         try:
@@ -207,31 +198,32 @@ class Comparison:
 
     def _slices(self, pairs: Sequence[Pair], limit: int) -> Iterator[PairSlice]:
         compared = [(pair, *copies) for pair in pairs for copies in compared_copies(self.a, self.b, pair)]
-        for (pair, copy_a, copy_b), (pieces, ranges) in zip(compared, unequal(self.a, self.b, compared), strict=True):
+        for (pair, copy_a, copy_b), (pieces, spans) in zip(compared, unequal(self.a, self.b, compared), strict=True):
             item_bytes = pair.a.item_bytes
             block_items = self.a.manifest.block_bytes // item_bytes
-            for begin, end in ranges:
-                for start, stop in cut_at_blocks(begin, end, pieces, block_items, limit // item_bytes):
-                    yield PairSlice(pair, copy_a, copy_b, start, stop)
+            for span in spans:
+                # In b, which may have other pieces, a slice may begin or end within a block, which is read twice then.
+                for part in cut_at_blocks(span, pieces.start, block_items, limit // item_bytes):
+                    yield PairSlice(pair, copy_a, copy_b, part)
 
 
 def unequal(
     a: Checkpoint, b: Checkpoint, compared: Sequence[tuple[Pair, int, int]]
-) -> Iterator[tuple[StoredPieces, list[tuple[int, int]]]]:
-    """Yields for each pair of copies its pieces in a, and the ranges ``[begin, end)`` of elements that may differ, in
-    ascending order. The digests of all other elements are equal. No values are read. ``compared``: the tensors, with
-    the numbers of their copies in a and in b."""
+) -> Iterator[tuple[StoredPieces, list[Span]]]:
+    """Yields for each pair of copies its pieces in a, and the spans of elements that may differ, in ascending order.
+    The digests of all other elements are equal. No values are read. ``compared``: the tensors, with the numbers of
+    their copies in a and in b."""
     stored_a = a.contents.stored_each([pair.a for pair, *_ in compared], [copy for _, copy, _ in compared])
     stored_b = b.contents.stored_each([pair.b for pair, *_ in compared], [copy for *_, copy in compared])
     digests_a, digests_b = _Digests(a), _Digests(b)
     for (pair, *_), pieces_a, pieces_b in zip(compared, stored_a, stored_b, strict=True):
-        numel, item_bytes = math.prod(pair.a.shape), pair.a.item_bytes
-        ranges = [(0, numel)] if numel else []
+        whole, item_bytes = all_of(pair.a.shape), pair.a.item_bytes
+        spans = [whole] if whole.numel else []
         same_pieces = np.array_equal(pieces_a.start, pieces_b.start) and np.array_equal(pieces_a.stop, pieces_b.stop)
         if same_pieces and a.manifest.block_bytes == b.manifest.block_bytes:
             digests = digests_a.of(pieces_a, item_bytes), digests_b.of(pieces_b, item_bytes)
-            ranges = differing(pieces_a.start, pieces_a.stop, *digests, a.manifest.block_bytes // item_bytes)
-        yield pieces_a, ranges
+            spans = differing(whole.grid, pieces_a, *digests, a.manifest.block_bytes // item_bytes)
+        yield pieces_a, spans
 
 
 class _Digests:
@@ -256,6 +248,6 @@ class _Digests:
             self._start[new] = len(self._all) + np.cumsum([0, *rows[:-1]])
             self._all = np.concatenate([self._all, *(table.reshape(-1, DIGEST_BYTES) for table in tables)])
         first = self._start[rank] + self._first_block[pieces.file] + pieces.block
-        piece, number = ragged(block_count((pieces.stop - pieces.start) * item_bytes, self._block_bytes))
+        piece, number = ragged(block_count(pieces.numel * item_bytes, self._block_bytes))
         digests: NDArray[np.uint8] = self._all[first[piece] + number]
         return digests

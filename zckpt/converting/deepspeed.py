@@ -23,6 +23,7 @@ from zckpt.errors import FormatError, UnsupportedError
 from zckpt.format import names
 from zckpt.format.limits import NDIM_MAX, TENSOR_BYTES_MAX, WORLD_SIZE_MAX
 from zckpt.format.names import Tier
+from zckpt.geometry import all_of
 from zckpt.plan.replicas import Share
 from zckpt.state.inventory import BUFFER, EXTRA_STATE, MASTER, PARAM, Fragment, unconverted
 from zckpt.transfer.stored import in_order, stored_range, values_digest
@@ -187,20 +188,19 @@ class _Reader:
             shapes = model.get("frozen_param_shapes") or {}
             for name, data in (model.get("frozen_param_fragments") or {}).items():
                 parameter_range = cut_alone(plain_name(name), _shape(shapes[name]), group.rank, group.size)
-                first_name, shape = parameter_range.name, parameter_range.shape
-                start, stop = parameter_range.start, parameter_range.stop
-                if first_name not in self._not_saved and (start < stop or (group.rank == 0 and 0 in shape)):
-                    elements = in_order(data.detach()).view(-1)[: stop - start]
+                first_name, span = parameter_range.name, parameter_range.span
+                if first_name not in self._not_saved and (span.numel or (group.rank == 0 and not span.grid.numel)):
+                    elements = in_order(data.detach()).view(-1)[: span.numel]
                     dtype = dtype_name(data.dtype, f"{PARAM}/{first_name}")
-                    yield Fragment(PARAM, first_name, shape, dtype, start, stop, tier, data=elements)
+                    yield Fragment(PARAM, first_name, dtype, span, tier, data=elements)
             return
         for name in self._parameters:
             weight = self._module[name]
-            start, stop = Share(group.rank, group.size).of(weight.numel())
-            if name not in trained and (start < stop or (group.rank == 0 and not weight.numel())):
+            span = Share(group.rank, group.size).of(all_of(weight.shape))
+            if name not in trained and (span.numel or (group.rank == 0 and not weight.numel())):
                 dtype = dtype_name(weight.dtype, f"{PARAM}/{name}")
-                elements = in_order(weight).view(-1)[start:stop]
-                yield Fragment(PARAM, name, tuple(weight.shape), dtype, start, stop, tier, data=elements)
+                elements = in_order(weight).view(-1)[span.start : span.stop]
+                yield Fragment(PARAM, name, dtype, span, tier, data=elements)
 
     def _own_buffers(self, model: Mapping[str, Any], rank: int) -> Iterator[Fragment]:
         """Yields a fragment for each buffer on rank 0. On another rank, yields a fragment for each buffer whose values
@@ -213,7 +213,7 @@ class _Reader:
             if rank == 0 or first_digest is None or values_digest(data) != first_digest:
                 dtype = dtype_name(data.dtype, f"{BUFFER}/{name}")
                 if data.numel() or rank == 0:
-                    yield Fragment(BUFFER, name, tuple(buffer.shape), dtype, 0, data.numel(), copy=rank, data=data)
+                    yield Fragment(BUFFER, name, dtype, all_of(buffer.shape), copy=rank, data=data)
 
     def _counters(self) -> dict[str, int]:
         keys = ("global_steps", "global_samples", "skipped_steps")
@@ -352,7 +352,7 @@ class _Reader:
         return {
             plain_name(name)
             for name, data in (self._model.get("frozen_param_fragments") or {}).items()
-            if data.numel() < cut_alone(name, _shape(shapes[name]), group.rank, group.size).stop
+            if data.numel() < cut_alone(name, _shape(shapes[name]), group.rank, group.size).span.stop
         }
 
     @cached_property

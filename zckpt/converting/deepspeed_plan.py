@@ -29,6 +29,7 @@ from zckpt.exporting.plan import Run
 from zckpt.exporting.torch_file import Instance, Storage, View, torch_file
 from zckpt.format import names
 from zckpt.format.names import Tier
+from zckpt.geometry import all_of
 from zckpt.reading.extra_state import extra_state
 from zckpt.state.inventory import BUFFER, MASTER, PARAM
 
@@ -328,13 +329,14 @@ class FolderPlan:
                 continue
             parameter_range = cut_alone(name, info.shape, rank, self.ranks)
             numel = partition_numel(info.shape, self.ranks)
-            run = Run(info.key, parameter_range.start, parameter_range.stop)
-            yield name, View(Storage(info.dtype, numel, {0: run}), (numel,))
+            yield name, View(Storage(info.dtype, numel, {0: Run(info.key, parameter_range.span)}), (numel,))
 
     def _param_shapes(self) -> list[OrderedDict[str, torch.Size]]:
         """Returns for each flat buffer the shapes of its parameters, in the order in which they lie in it."""
         return [
-            OrderedDict(_sizes({parameter_range.name: parameter_range.shape for parameter_range in flat.ranges}))
+            OrderedDict(
+                _sizes({parameter_range.name: parameter_range.span.grid.shape for parameter_range in flat.ranges})
+            )
             for flat in self._flats(0)
         ]
 
@@ -343,7 +345,7 @@ class FolderPlan:
         module, name = "deepspeed.utils.tensor_fragment", "fragment_address"
         slices: OrderedDict[str, Instance] = OrderedDict()
         for parameter_range in flat.ranges:
-            numel = parameter_range.stop - parameter_range.start
+            numel = parameter_range.span.numel
             if numel > 0:
                 slices[parameter_range.name] = Instance(module, name, {"numel": numel, "start": parameter_range.offset})
         return slices
@@ -358,8 +360,8 @@ class FolderPlan:
             if key not in self.checkpoint:
                 raise MismatchError("the checkpoint does not have all of the optimizer's state", key=key)
             dtypes.add(self.checkpoint[key].dtype)
-            if parameter_range.start < parameter_range.stop:
-                runs[parameter_range.offset] = Run(key, parameter_range.start, parameter_range.stop)
+            if parameter_range.span.numel:
+                runs[parameter_range.offset] = Run(key, parameter_range.span)
         return Storage(next(iter(dtypes), torch.float32), math.prod(shape), runs)
 
     # The loss scaler
@@ -495,8 +497,8 @@ class FolderPlan:
 
 
 def _whole(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> View:
-    numel = math.prod(shape)
-    return View(Storage(dtype, numel, {0: Run(name, 0, numel)}), shape)
+    run = Run(name, all_of(shape))
+    return View(Storage(dtype, run.span.numel, {0: run}), shape)
 
 
 def _copy(key: str, rank: int) -> str:

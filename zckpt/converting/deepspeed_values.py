@@ -23,6 +23,7 @@ from zckpt.engines.flats import (
     partition_numel,
 )
 from zckpt.errors import FormatError, MissingFileError, UnsupportedError
+from zckpt.geometry import all_of
 from zckpt.plan.replicas import Share
 from zckpt.state.inventory import MASTER, FileRange
 
@@ -82,10 +83,7 @@ def stages_1_and_2(zero: Mapping[str, Any], shapes: Shapes, rank: int, *, offloa
         sizes = [math.prod(shape) + gap for shape, gap in zip(group_shapes.values(), gaps, strict=True)]
         offsets = accumulate(sizes, initial=0)
         ranges = cut_together(zip(group_shapes, group_shapes.values(), offsets, strict=False), rank, length)
-        if any(
-            parameter_range.offset + parameter_range.stop - parameter_range.start > master.numel()
-            for parameter_range in ranges
-        ):
+        if any(parameter_range.offset + parameter_range.span.numel > master.numel() for parameter_range in ranges):
             raise FormatError(f"the weights of param group {number} are too short for its parameters")
         by_muon = group.get("use_muon") and not offload
         flat = FlatBuffer(number, ranges, _key((length,), master), wider=momentum_of_muon(ranges) if by_muon else {})
@@ -208,8 +206,8 @@ def _saved_at_stage_0(saved: Mapping[str, Any]) -> tuple[Mapping[Any, Any], list
 
 def _shared(name: str, tensor: torch.Tensor, group: RankGroup, offset: int) -> ParameterRange:
     """Returns this rank's share of a parameter whose elements begin at ``offset`` of its flat buffer."""
-    start, stop = Share(group.rank, group.size).of(tensor.numel())
-    return ParameterRange(name, tuple(tensor.shape), start, stop, offset + start)
+    span = Share(group.rank, group.size).of(all_of(tensor.shape))
+    return ParameterRange(name, span, offset + span.start)
 
 
 def _key(shape: Sequence[int], master: torch.Tensor) -> torch.Tensor:

@@ -21,6 +21,7 @@ from zckpt.engines.tensors import dtype_name, named_parameters, persistent_buffe
 from zckpt.errors import FormatError, MissingFileError, UnsupportedError, first_few
 from zckpt.format.dtypes import ITEM_BYTES
 from zckpt.format.limits import NDIM_MAX
+from zckpt.geometry import all_of
 from zckpt.state.inventory import BUFFER, PARAM, FileRange, Fragment
 from zckpt.transfer.stored import in_order, stored_range
 
@@ -51,8 +52,7 @@ def _read(path: str) -> Source:
     for name, shape, dtype, data in stored:
         first_name = aliases.get(name, name)
         part = BUFFER if first_name in buffers else PARAM
-        numel = data.nbytes // ITEM_BYTES[dtype] if isinstance(data, FileRange) else data.numel()
-        fragments.setdefault(first_name, Fragment(part, first_name, shape, dtype, 0, numel, data=data))
+        fragments.setdefault(first_name, Fragment(part, first_name, dtype, all_of(shape), data=data))
     shapes = {name: tuple(tensor.shape) for name, tensor in {**parameters, **buffers}.items()}
     wrong = [name for name, fragment in fragments.items() if shapes.get(name) != fragment.shape]
     absent = [name for name in shapes if name not in fragments]

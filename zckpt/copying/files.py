@@ -12,6 +12,7 @@ import numpy as np
 from zckpt.format import names, tree
 from zckpt.format.digest import DIGEST_BYTES, block_count, blocks, digest
 from zckpt.format.index import check_claims
+from zckpt.geometry import all_of
 from zckpt.plan.layout import FILLER, HEADER, DataFilePlan, plan_copied_file, plan_data_files
 from zckpt.plan.share import shared_out
 from zckpt.state.inventory import MASTER, RESERVED_PARTS, STATE, FileRange, Fragment
@@ -21,8 +22,8 @@ from zckpt.transfer.write import Source
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
-    from zckpt.format.index import Ints
     from zckpt.format.manifest import Manifest
+    from zckpt.geometry import Ints
     from zckpt.listing.contents import Contents
     from zckpt.plan.reshard import FilePieces
 
@@ -110,7 +111,7 @@ def _source(contents: Contents, numbers: Iterable[int], pieces: FilePieces, tabl
         number = number_of[path]
         offset = byte - contents.manifest.files.data_start[number]
         contains = (pieces.file == number) & (pieces.offset <= offset) & (offset < pieces.offset + pieces.nbytes)
-        for part_id, row in zip(pieces.part_id[contains].tolist(), pieces.row[contains].tolist(), strict=True):
+        for part_id, row in zip(pieces.part_id[contains].tolist(), pieces.tensor[contains].tolist(), strict=True):
             part = contents.manifest.parts[part_id]
             return f"{part.name}/{contents.manifest.names[part.name_ids[row]]}"
         return None
@@ -192,13 +193,14 @@ class Selection:
         manifest = self.contents.manifest
         files = {number: manifest.files[number] for number in np.unique(pieces.file).tolist()}
         paths = {number: manifest.path(file) for number, file in files.items()}
-        columns = (getattr(pieces, name).tolist() for name in pieces.__slots__)
+        columns = (getattr(pieces, name).tolist() for name in pieces.__dataclass_fields__)
         fragments = []
-        for part_id, row, number, start, stop, offset, _, copy, nbytes in zip(*columns, strict=True):
+        for row, start, stop, part_id, number, offset, _, copy, nbytes in zip(*columns, strict=True):
             part, file = manifest.parts[part_id], files[number]
             data = FileRange(paths[number], file.data_start + offset, nbytes)
             name, shape = manifest.names[part.name_ids[row]], manifest.shapes[part.shape_ids[row]]
-            fragments.append(Fragment(part.name, name, shape, part.dtypes[row], start, stop, file.tier, copy, data))
+            span = all_of(shape).narrow(start, stop - start)
+            fragments.append(Fragment(part.name, name, part.dtypes[row], span, file.tier, copy, data))
         return fragments
 
 

@@ -21,27 +21,26 @@ import torch
 
 from zckpt.engines.tensors import dtype_name
 from zckpt.format.names import Tier, is_part_name
+from zckpt.geometry import all_of
 from zckpt.state.inventory import MASTER, RESERVED_PARTS, FileRange, Fragment
 from zckpt.transfer.memory import has_own_operations
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+    from zckpt.geometry import Span
+
 
 @dataclass(frozen=True, slots=True)
 class ParameterRange:
-    """Elements ``[start, stop)`` of one parameter, which a flat buffer holds. The range may be empty."""
+    """Elements of one parameter, which a flat buffer holds. There may be none."""
 
     name: str
     """The name of the parameter."""
-    shape: tuple[int, ...]
-    """The shape of the whole parameter."""
-    start: int
-    """The first element of the range, counted from 0 in row-major order in the whole parameter."""
-    stop: int
-    """The element of the parameter after the last one of the range."""
+    span: Span
+    """The elements."""
     offset: int
-    """The element of the flat buffer at which the range begins."""
+    """The element of the flat buffer at which they begin."""
 
 
 def cut_together(named: Iterable[tuple[str, Sequence[int], int]], rank: int, length: int) -> tuple[ParameterRange, ...]:
@@ -50,11 +49,8 @@ def cut_together(named: Iterable[tuple[str, Sequence[int], int]], rank: int, len
     element of the buffer at which it begins."""
     begin, end, ranges = rank * length, (rank + 1) * length, []
     for name, shape, offset in named:
-        numel = math.prod(shape)
-        # If other partitions hold the whole parameter, this is an empty range at its beginning or at its end.
-        start = min(max(begin - offset, 0), numel)
-        stop = max(min(end - offset, numel), start)
-        ranges.append(ParameterRange(name, tuple(shape), start, stop, offset + start - begin if start < stop else 0))
+        span = all_of(shape).grid.clip(begin - offset, end - offset)
+        ranges.append(ParameterRange(name, span, offset + span.start - begin if span.numel else 0))
     return tuple(ranges)
 
 
@@ -62,9 +58,8 @@ def cut_alone(name: str, shape: Sequence[int], rank: int, ranks: int, offset: in
     """Returns the range that ``rank`` holds of a parameter that is cut on its own into ``ranks`` partitions of equal
     length, the last of which may be padded. ``offset``: the element of the rank's flat buffer at which its partition
     begins."""
-    numel, length = math.prod(shape), partition_numel(shape, ranks)
-    start = min(rank * length, numel)
-    return ParameterRange(name, tuple(shape), start, min(start + length, numel), offset)
+    length = partition_numel(shape, ranks)
+    return ParameterRange(name, all_of(shape).grid.clip(rank * length, (rank + 1) * length), offset)
 
 
 def partition_numel(shape: Sequence[int], ranks: int) -> int:
@@ -91,12 +86,9 @@ def consecutive(shapes: Iterable[Sequence[int]]) -> list[int]:
 def momentum_of_muon(ranges: Iterable[ParameterRange]) -> dict[str, tuple[ParameterRange, ...]]:
     """Returns the value of ``FlatBuffer.wider`` for a flat buffer that Muon updates. Muon's momentum holds the whole of
     each parameter of which the flat buffer has any elements, one parameter after another."""
-    held = [parameter_range for parameter_range in ranges if parameter_range.start < parameter_range.stop]
-    offsets = consecutive(parameter_range.shape for parameter_range in held)
-    whole = [
-        replace(parameter_range, start=0, stop=math.prod(parameter_range.shape), offset=offset)
-        for parameter_range, offset in zip(held, offsets, strict=True)
-    ]
+    held = [(held.name, held.span.grid.shape) for held in ranges if held.span.numel]
+    offsets = consecutive(shape for _, shape in held)
+    whole = [ParameterRange(name, all_of(shape), offset) for (name, shape), offset in zip(held, offsets, strict=True)]
     return {"momentum_buffer": tuple(whole)} if whole else {}
 
 
@@ -140,7 +132,7 @@ class FlatBuffer:
     def moment_shape(self, part: str) -> tuple[int, ...]:
         """Returns the shape that a moment has in memory."""
         if part in self.wider:
-            return (sum(parameter_range.stop - parameter_range.start for parameter_range in self.wider[part]),)
+            return (sum(parameter_range.span.numel for parameter_range in self.wider[part]),)
         return (self.numel,) if self.files else tuple(self.master.shape)
 
     def fragments(
@@ -152,9 +144,9 @@ class FlatBuffer:
         if part in self.wider:
             starts = {parameter_range.name: parameter_range.offset for parameter_range in self.wider[part]}
             ranges = tuple(
-                replace(parameter_range, offset=starts[parameter_range.name] + parameter_range.start)
+                replace(parameter_range, offset=starts[parameter_range.name] + parameter_range.span.start)
                 for parameter_range in ranges
-                if parameter_range.start < parameter_range.stop
+                if parameter_range.span.numel
             )
         return _fragments(ranges, part, dtype, data, tier, self.replicated)
 
@@ -171,10 +163,8 @@ class FlatBuffer:
         parameter of which this rank reads no elements has a fragment without elements."""
         read = {parameter_range.name: parameter_range for parameter_range in self._read(part)}
         for written in self.ranges:
-            parameter_range = read.get(written.name, replace(written, stop=written.start))
-            name, shape = parameter_range.name, parameter_range.shape
-            stored_dtype = dtype_name(dtype, f"{part}/{name}")
-            yield Fragment(part, name, shape, stored_dtype, parameter_range.start, parameter_range.stop)
+            span = read[written.name].span if written.name in read else written.span.narrow(0, 0)
+            yield Fragment(part, written.name, dtype_name(dtype, f"{part}/{written.name}"), span)
 
 
 def _fragments(
@@ -187,12 +177,11 @@ def _fragments(
 ) -> Iterator[Fragment]:
     tier = Tier.NVME if isinstance(data, FileRange) else tier
     for parameter_range in ranges:
-        start, stop = parameter_range.start, parameter_range.stop
-        if start < stop:
-            view = None if data is None else elements_of(data, parameter_range.offset, stop - start, dtype)
-            name, shape = parameter_range.name, parameter_range.shape
+        name, span = parameter_range.name, parameter_range.span
+        if span.numel:
+            view = None if data is None else elements_of(data, parameter_range.offset, span.numel, dtype)
             stored_dtype = dtype_name(dtype, f"{part}/{name}")
-            yield Fragment(part, name, shape, stored_dtype, start, stop, tier, replicated=replicated, data=view)
+            yield Fragment(part, name, stored_dtype, span, tier, replicated=replicated, data=view)
 
 
 def elements_of(data: torch.Tensor | FileRange, start: int, count: int, dtype: torch.dtype) -> torch.Tensor | FileRange:
@@ -231,7 +220,7 @@ def bound(flat: FlatBuffer, state: Mapping[str, Any]) -> dict[str, Any]:
 def geometry(flat: FlatBuffer) -> dict[str, Any]:
     """Returns, as a plain tree, everything that describes how a flat buffer is cut from the parameters."""
     own = flat.ranges if flat.shares is None else flat.shares
-    ranges = [[r.name, list(r.shape), r.start, r.stop, r.offset] for r in own]
+    ranges = [[r.name, list(r.span.grid.shape), r.span.start, r.span.stop, r.offset] for r in own]
     return {"numel": flat.numel, "slots": ranges}
 
 

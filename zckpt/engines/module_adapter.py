@@ -3,7 +3,6 @@ names, moments, buffers and extra state. The adapter of a framework derives from
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from functools import cached_property
 from itertools import chain
@@ -17,6 +16,7 @@ from zckpt.engines.tensors import dtype_name, holdings, named_parameters, persis
 from zckpt.engines.trees import subtree
 from zckpt.errors import UnsupportedError
 from zckpt.format.names import Tier
+from zckpt.geometry import all_of
 from zckpt.state.inventory import (
     BUFFER,
     EXTRA_STATE,
@@ -153,8 +153,8 @@ class ModuleAdapter(EngineAdapter):
         saved = {**stored.get(PARAM, {}), **stored.get(BUFFER, {})}
         extra = {name: tensor for name, tensor in saved.items() if self._is_extra(name)}
         for name, like in {**self.extra.tensors, **extra}.items():
-            dtype, numel = dtype_name(like.dtype, f"{BUFFER}/{name}"), math.prod(like.shape)
-            yield Fragment(BUFFER, name, tuple(like.shape), dtype, 0, numel, copy=self.group.rank)
+            dtype = dtype_name(like.dtype, f"{BUFFER}/{name}")
+            yield Fragment(BUFFER, name, dtype, all_of(like.shape), copy=self.group.rank)
 
     def _is_extra(self, name: str) -> bool:
         """Returns whether a module has extra state of this name, or would take it."""
@@ -244,7 +244,7 @@ class ModuleAdapter(EngineAdapter):
         for name in names:
             fragment = self._weight(*self.kind.weight(name), self.kind.replicated(name))
             # No rank has elements of a tensor without elements, so rank 0 writes it.
-            if fragment.start < fragment.stop or (self.group.rank == 0 and 0 in fragment.shape):
+            if fragment.span.numel or (self.group.rank == 0 and 0 in fragment.shape):
                 yield fragment
 
     def weights_to_read(self, *, empty: bool = False) -> Iterator[Fragment]:
@@ -252,15 +252,13 @@ class ModuleAdapter(EngineAdapter):
         also yields a fragment without elements for each parameter of which other ranks read all elements."""
         for name in self.masterless:
             fragment = self._weight(*self.kind.read_share(name))
-            if fragment.start < fragment.stop or empty or (self.group.rank == 0 and 0 in fragment.shape):
+            if fragment.span.numel or empty or (self.group.rank == 0 and 0 in fragment.shape):
                 yield fragment
 
     def _weight(self, held: ParameterRange, data: torch.Tensor | FileRange, replicated: str = "") -> Fragment:
         dtype = dtype_name(self.parameters[0][held.name].dtype, f"{PARAM}/{held.name}")
         tier = Tier.NVME if isinstance(data, FileRange) else self.kind.tier(PARAM)
-        return Fragment(
-            PARAM, held.name, held.shape, dtype, held.start, held.stop, tier, replicated=replicated, data=data
-        )
+        return Fragment(PARAM, held.name, dtype, held.span, tier, replicated=replicated, data=data)
 
     def buffer_fragments(self, buffers: Mapping[str, torch.Tensor], *, empty: bool = False) -> Iterator[Fragment]:
         """Yields a fragment for each of ``buffers``. ``empty``: as in ``param_fragments``. If the elements of a buffer
@@ -272,4 +270,4 @@ class ModuleAdapter(EngineAdapter):
             data = buffer.detach().resolve_conj().resolve_neg().contiguous().view(-1)
             if data.numel() or empty or rank == 0:
                 dtype = dtype_name(data.dtype, f"{BUFFER}/{name}")
-                yield Fragment(BUFFER, name, tuple(buffer.shape), dtype, 0, data.numel(), copy=rank, data=data)
+                yield Fragment(BUFFER, name, dtype, all_of(buffer.shape), copy=rank, data=data)

@@ -14,6 +14,7 @@ import torch
 from zckpt.engines.flats import ParameterRange
 from zckpt.engines.kind import Kind
 from zckpt.format.names import Tier
+from zckpt.geometry import all_of
 from zckpt.plan.replicas import WHOLE, Share
 from zckpt.transfer.memory import lies_in_order
 
@@ -72,8 +73,8 @@ class Replicated(Kind):
 
     def _elements(self, name: str, share: Share) -> tuple[ParameterRange, torch.Tensor]:
         parameter = self._parameters[name]
-        start, stop = share.of(parameter.numel())
-        return ParameterRange(name, tuple(parameter.shape), start, stop, 0), parameter.detach().view(-1)[start:stop]
+        span = share.of(all_of(parameter.shape))
+        return ParameterRange(name, span, 0), parameter.detach().view(-1)[span.start : span.stop]
 
     def _weights(self, names: Collection[str]) -> list[torch.Tensor]:
         """Returns the parameters that have these names."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from zckpt.engines import replicas
 from zckpt.engines.flats import FlatBuffer, ParameterRange, foreign, moments
 from zckpt.engines.tensors import is_zero, local_of
+from zckpt.geometry import all_of
 from zckpt.plan.replicas import WHOLE
 
 if TYPE_CHECKING:
@@ -107,8 +108,8 @@ class Unwrapped(replicas.Replicated):
         """Yields the range of each parameter that belongs to a share."""
         offset = 0
         for parameter in param_group.parameters:
-            start, stop = share.of(parameter.numel())
-            yield ParameterRange(self._names[id(parameter)], tuple(parameter.shape), start, stop, offset + start)
+            span = share.of(all_of(parameter.shape))
+            yield ParameterRange(self._names[id(parameter)], span, offset + span.start)
             offset += parameter.numel()
 
     @staticmethod

@@ -238,7 +238,7 @@ def plan_adapter(names: Mapping[str, str], sources: Mapping[str, SourceTensor], 
     """Plans the folder of an adapter. ``names``: what ``Adapter.own`` returns. ``config``: the text of its
     ``adapter_config.json``."""
     tensors = [
-        OutputTensor(name, tensor.dtype, tensor.shape, (Run(source, 0, tensor.numel),))
+        OutputTensor(name, tensor.dtype, tensor.shape, (Run(source, tensor.all),))
         for name, source in names.items()
         for tensor in [sources[source]]
     ]

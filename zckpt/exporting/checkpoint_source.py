@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING
 from zckpt.errors import FormatError, KeyNotFoundError
 from zckpt.exporting.plan import SourceTensor
 from zckpt.format import names
-from zckpt.plan.reshard import ElementRange
+from zckpt.geometry import block_end
 from zckpt.reading.checkpoint import Checkpoint, ReadRequest
 from zckpt.reading.extra_state import extra_state
 from zckpt.state.inventory import BUFFER, unconverted
@@ -22,7 +21,8 @@ if TYPE_CHECKING:
 
     import torch
 
-    from zckpt.exporting.plan import OutputFile
+    from zckpt.exporting.plan import OutputFile, Run
+    from zckpt.geometry import Ints
     from zckpt.listing.contents import TensorInfo
     from zckpt.transfer.budget import Budget
 
@@ -52,7 +52,7 @@ class CheckpointFiller:
         read_bytes = max(budget.nbytes // threads // 2, READ_BYTES_MIN)
         budget_of_thread = replace(budget, nbytes=read_bytes, threads=1)
         self._checkpoint = Checkpoint(checkpoint.path, checkpoint.contents, budget_of_thread)
-        self._starts: dict[str, list[int]] = {}
+        self._starts: dict[str, Ints] = {}
         """The first elements of the pieces of tensors, in ascending order, by the name of the tensor."""
         self.advance: Callable[[int], None] = lambda nbytes: None
         """A function that is called with the number of bytes that have been read since its last call."""
@@ -62,31 +62,25 @@ class CheckpointFiller:
         tensors = [tensor for file in files for tensor in file.tensors.values()]
         runs = [run for tensor in tensors for run in tensor.runs or ()]
         converted = {run for tensor in tensors if tensor.conversion for run in tensor.conversion.sources}
-        return sum((run.stop - run.start) * self.infos[run.source].item_bytes for run in (*runs, *converted))
+        return sum(run.span.numel * self.infos[run.source].item_bytes for run in (*runs, *converted))
 
-    def fill(self, targets: Sequence[tuple[str, int, torch.Tensor]]) -> None:
+    def fill(self, targets: Sequence[tuple[Run, torch.Tensor]]) -> None:
         """Fills each target as ``Filler.fill`` requires. Raises FormatError and StorageError."""
         requests = [
-            ReadRequest(
-                self.infos[name], [ElementRange(start, start + target.numel(), 0)], target, self._copies.get(name)
-            )
-            for name, start, target in targets
+            ReadRequest(self.infos[name], span, target, self._copies.get(name)) for (name, span), target in targets
         ]
         if requests:
             self._checkpoint.read(requests, advance=self.advance)
 
-    def cut(self, source: str, start: int, stop: int) -> int:
-        """Returns the element at which the last block that ends at or before ``stop`` ends, or ``stop`` if that is not
-        after ``start``. A part that ends with a block needs no block that the next part needs too."""
+    def cut(self, run: Run) -> int:
+        """Returns the element at which the last block ends that ends in the run, or the end of the run. A part that
+        ends with a block needs no block that the next part needs too."""
+        source, span = run
         info = self.infos[source]
         if source not in self._starts:
-            pieces = self._checkpoint.contents.stored([info], [self._copies.get(source)], None)
-            self._starts[source] = pieces.start.tolist()
-        starts = self._starts[source]
-        begin = starts[bisect_right(starts, stop) - 1]
-        block = self._checkpoint.manifest.block_bytes // info.item_bytes
-        end = begin + (stop - begin) // block * block
-        return end if end > start else stop
+            self._starts[source] = self._checkpoint.contents.stored([info], [self._copies.get(source)], None).start
+        block_items = self._checkpoint.manifest.block_bytes // info.item_bytes
+        return block_end(span.start, span.stop, self._starts[source], block_items)
 
 
 class CheckpointSource(CheckpointFiller):

@@ -63,7 +63,7 @@ class EngineSource:
             self.adapters = adapter_configs(adapter.module)
             shapes.update((f.name, f.shape) for f in adapter.wanted({}))  # All ranks get the same names, in one order.
             numbers = {name: number for number, name in enumerate(shapes)}
-            rows = [(numbers[f.name], f.start, f.stop, _DTYPES.index(f.dtype)) for f in fragments]
+            rows = [(numbers[f.name], f.span.start, f.span.stop, _DTYPES.index(f.dtype)) for f in fragments]
             return np.array(rows, np.int64).tobytes()
 
         tables = [np.frombuffer(raw, np.int64).reshape(-1, 4) for raw in ranks.share(collect, "collect the weights")]
@@ -71,7 +71,7 @@ class EngineSource:
         fragment = np.concatenate([np.arange(len(table)) for table in tables])
         number, start, stop, dtype_number = np.concatenate(tables).T
         order = _one_holder_each(number, start, stop, rank)
-        columns = (number, rank, start, stop, fragment, np.zeros_like(number))
+        columns = (number, start, stop, rank, fragment, np.zeros_like(number))
         self.held = StoredPieces(*(column[order] for column in columns))
         """The elements of each tensor that each rank holds, as ``plan_messages`` takes them."""
         self.sources: dict[str, SourceTensor] = {}

@@ -30,12 +30,11 @@ from zckpt.exporting.plan import (
     OutputTensor,
     Run,
     SourceTensor,
-    count_runs,
-    runs_of_view,
     safetensors_files,
     split_into_files,
 )
 from zckpt.exporting.selection import first_names
+from zckpt.geometry import all_of, count_runs, runs_of_view
 from zckpt.transfer.torch_dtypes import DTYPE_NAMES, TORCH_DTYPES, torch_name
 
 if TYPE_CHECKING:
@@ -82,7 +81,7 @@ def plan_hugging_face(
             small_files["config.json"] = _with_dtype(config, exported)
     if model is None:
         tensors = [
-            OutputTensor(name, tensor.dtype, tensor.shape, (Run(names[name], 0, tensor.numel),))
+            OutputTensor(name, tensor.dtype, tensor.shape, (Run(names[name], tensor.all),))
             for name, tensor in sorted(exported.items(), key=lambda item: _natural(item[0]))
         ]
     else:
@@ -303,7 +302,10 @@ def convert_names(model: Any, names: Mapping[str, str]) -> tuple[list[OutputTens
     for name, tensor in outputs.items():
         source = views.source.get(_storage(tensor))
         if source is not None and _has_long_runs(tensor):
-            runs[name] = runs_of_view(names[source], tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+            whole, start = all_of(state[source].shape), int(tensor.storage_offset())
+            columns = runs_of_view(tensor.shape, tensor.stride(), start)
+            rows = zip(*(column.tolist() for column in columns), strict=True)
+            runs[name] = tuple(Run(names[source], whole.narrow(first, numel)) for first, numel in rows)
         else:
             made[name] = views.made_of(tensor)
     conversions = _conversions(model, names, state, made, {name: outputs[name].shape for name in made})
@@ -362,6 +364,6 @@ def _conversions(
                 hint="load the weights into the model (model.load_state_dict(checkpoint.state_dict())) and call its "
                 "save_pretrained",
             )
-        runs = tuple(Run(names[name], 0, state[name].numel()) for name in ordered)
+        runs = tuple(Run(names[name], all_of(state[name].shape)) for name in ordered)
         conversions |= dict.fromkeys(outputs, Conversion(runs, partial(converted, ordered)))
     return conversions

@@ -17,7 +17,7 @@ import torch
 
 from zckpt.exporting.write import NewFile, put_whole
 from zckpt.plan.exchange import Messages, SlicedFiles, plan_messages
-from zckpt.plan.reshard import ElementRange
+from zckpt.plan.reshard import Wanted
 from zckpt.plan.share import shared_out
 from zckpt.progress import reported
 from zckpt.storage.buffers import PAGE_BYTES
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from zckpt.exporting.engine_source import EngineSource
     from zckpt.exporting.plan import Conversion, OutputFile, Run, SourceTensor
-    from zckpt.format.index import Ints
+    from zckpt.geometry import Ints
     from zckpt.progress import Progress
     from zckpt.ranks.collectives import Ranks
     from zckpt.state.inventory import Fragment
@@ -57,7 +57,7 @@ class Shares:
     """The slices of the files and, after them, of the rooms."""
     rooms: Mapping[int, Conversion]
     """The conversion of each room, by the number of the room. Rooms are numbered after the files."""
-    ranges: Sequence[Sequence[ElementRange]]
+    wanted: Sequence[Wanted]
     """The elements of each source that are written, as ``plan_messages`` takes them."""
     item_bytes: Sequence[int]
     """The size of an element of each source in bytes."""
@@ -85,7 +85,7 @@ def share_files(
         for offset, tensor in file.tensors.items():
             for run in tensor.runs or ():
                 places.append((number, offset, run))
-                offset += (run.stop - run.start) * item_bytes[run.source]
+                offset += run.span.numel * item_bytes[run.source]
     converting_ranks: dict[Conversion, set[int]] = {}
     for number, file in enumerate(files):
         for conversion in file.conversions:
@@ -96,17 +96,19 @@ def share_files(
             room_bytes = 0
             for run, offset in room_places(conversion, sources):
                 places.append((len(writer), offset, run))
-                room_bytes = offset + (run.stop - run.start) * item_bytes[run.source]
+                room_bytes = offset + run.span.numel * item_bytes[run.source]
             rooms[len(writer)] = conversion
             writer.append(rank)
             file_bytes.append(room_bytes)
     slice_bytes = min(SLICE_BYTES_MAX, half // (writers + 2)) // PAGE_BYTES * PAGE_BYTES
     slices = SlicedFiles(slice_bytes, tuple(file_bytes), tuple(writer))
     starts = slices.starts
-    ranges: dict[str, list[ElementRange]] = {name: [] for name in sources}
-    for number, offset, (name, start, end) in places:
-        ranges[name].append(ElementRange(start, end, (starts[number] + offset) // item_bytes[name]))
-    return Shares(slices, rooms, list(ranges.values()), list(item_bytes.values()))
+    number_of = {name: number for number, name in enumerate(sources)}
+    wanted = [
+        Wanted(number_of[name], span, (starts[number] + offset) // item_bytes[name])
+        for number, offset, (name, span) in places
+    ]
+    return Shares(slices, rooms, wanted, list(item_bytes.values()))
 
 
 def room_places(conversion: Conversion, sources: Mapping[str, SourceTensor]) -> list[tuple[Run, int]]:
@@ -114,7 +116,7 @@ def room_places(conversion: Conversion, sources: Mapping[str, SourceTensor]) -> 
     places, offset = [], 0
     for run in conversion.sources:
         places.append((run, offset))
-        nbytes = (run.stop - run.start) * TORCH_DTYPES[sources[run.source].dtype].itemsize
+        nbytes = run.span.numel * TORCH_DTYPES[sources[run.source].dtype].itemsize
         offset += -(-nbytes // _MESSAGE_ALIGNMENT_BYTES) * _MESSAGE_ALIGNMENT_BYTES
     return places
 
@@ -135,7 +137,7 @@ def write_from_ranks(
 
     def prepare() -> _RankExport:
         shares = share_files(files, sources, ranks.size, smallest_budget)
-        messages = plan_messages(engine.held, shares.ranges, shares.item_bytes, shares.slices, ranks.rank)
+        messages = plan_messages(engine.held, shares.wanted, shares.item_bytes, shares.slices, ranks.rank)
         return _RankExport(store, files, sources, engine, shares, messages, ranks)
 
     export = ranks.together(prepare, "plan the export")
@@ -284,7 +286,7 @@ class _RankExport:
         elements = []
         for run, first in room_places(conversion, self._sources):
             dtype = self._dtypes[run.source]
-            elements.append(room[first : first + (run.stop - run.start) * dtype.itemsize].view(dtype))
+            elements.append(room[first : first + run.span.numel * dtype.itemsize].view(dtype))
         converted = conversion.convert(elements)
         staging = host_pool(SLICE_BYTES_MIN)
         with staging.work():

@@ -271,7 +271,7 @@ class _Merging:
         yield offset, replace(tensor, runs=None, conversion=self.conversions[conversion])
 
     def _whole(self, name: str) -> Run:
-        return Run(name, 0, self.sources[name].numel)
+        return Run(name, self.sources[name].all)
 
     def _rows(self, base: str) -> Iterator[tuple[int, Run]]:
         """Yields the rows of the weight ``base`` that are merged at a time: the number of the first one, and their
@@ -279,15 +279,16 @@ class _Merging:
         count, *row = self.sources[base].shape
         rows, row_numel = self.merges[base].rows(self.sources[base].shape), math.prod(row)
         for first in range(0, count, rows):
-            yield first, Run(base, first * row_numel, min(first + rows, count) * row_numel)
+            whole = self.sources[base].all
+            yield first, Run(base, whole.narrow(first * row_numel, (min(first + rows, count) - first) * row_numel))
 
     def _slices(self, offset: int, tensor: OutputTensor, base: str) -> Iterator[tuple[int, OutputTensor]]:
         """Yields the parts of a tensor that consists of the merged weight ``base``."""
         inputs = tuple(map(self._whole, self.merges[base].inputs))
         for first, run in self._rows(base):
             conversion = Conversion((run, *inputs), partial(self._part, tensor.name, base, first))
-            part = OutputTensor(tensor.name, tensor.dtype, (run.stop - run.start,), None, conversion)
-            yield offset + run.start * ITEM_BYTES[tensor.dtype], part
+            part = OutputTensor(tensor.name, tensor.dtype, (run.span.numel,), None, conversion)
+            yield offset + run.span.start * ITEM_BYTES[tensor.dtype], part
 
     def _part(self, name: str, base: str, first: int, elements: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         """Returns some rows of the merged weight ``base``, by ``name``. ``first``: the number of the first of them.
@@ -307,8 +308,7 @@ class _Merging:
             if base in self.merges:
                 inputs = [next(rest) for _ in self.merges[base].inputs]
                 parts = [
-                    self._part(base, base, first, [flat[run.start : run.stop], *inputs])[base]
-                    for first, run in self._rows(base)
+                    self._part(base, base, first, [run.of(flat), *inputs])[base] for first, run in self._rows(base)
                 ]
                 flat = torch.cat(parts)
             given.append(flat)
@@ -320,4 +320,4 @@ def _joined(
 ) -> dict[str, torch.Tensor]:
     """Joins the runs of a tensor. ``elements``: all elements of the tensors ``sources``."""
     whole = dict(zip(sources, elements, strict=True))
-    return {name: torch.cat([whole[run.source][run.start : run.stop] for run in runs])}
+    return {name: torch.cat([run.of(whole[run.source]) for run in runs])}

@@ -13,11 +13,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from zckpt.format.dtypes import ITEM_BYTES
+from zckpt.geometry import all_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     import torch
+
+    from zckpt.geometry import Span
 
 RUN_BYTES_MIN = 4096
 """The fewest bytes of a run, on average. A tensor with shorter runs is converted as a whole, because reading such short
@@ -40,9 +43,14 @@ class SourceTensor(NamedTuple):
     """The shape of the whole tensor."""
 
     @property
+    def all(self) -> Span:
+        """The span of all elements."""
+        return all_of(self.shape)
+
+    @property
     def numel(self) -> int:
         """The number of elements."""
-        return math.prod(self.shape)
+        return self.all.numel
 
 
 class Run(NamedTuple):
@@ -50,10 +58,12 @@ class Run(NamedTuple):
 
     source: str
     """The name of the source tensor."""
-    start: int
-    """The first element, counted from 0 in row-major order."""
-    stop: int
-    """The element after the last one."""
+    span: Span
+    """The elements."""
+
+    def of(self, source: torch.Tensor) -> torch.Tensor:
+        """Returns the elements of the run. ``source``: all elements of the source tensor, as a 1-D tensor."""
+        return source[self.span.start : self.span.stop]
 
 
 class Memory(NamedTuple):
@@ -135,37 +145,6 @@ class ExportPlan:
     """The names of the tensors of the source that are not exported."""
 
 
-# The runs of a tensor
-
-
-def runs_of_view(source: str, shape: Sequence[int], strides: Sequence[int], start: int) -> tuple[Run, ...]:
-    """Returns the runs of a view of the contiguous tensor ``source``. ``shape`` and ``strides``: those of the view.
-    ``start``: the element of the tensor at which the view begins."""
-    if 0 in shape:
-        return ()
-    inner, dims = 1, len(shape)
-    while dims and (shape[dims - 1] == 1 or strides[dims - 1] == inner):
-        dims -= 1
-        inner *= shape[dims]
-    runs: list[Run] = []
-    for position in itertools.product(*map(range, shape[:dims])):
-        first = start + sum(map(int.__mul__, position, strides))
-        if runs and runs[-1].stop == first:
-            runs[-1] = runs[-1]._replace(stop=first + inner)
-        else:
-            runs.append(Run(source, first, first + inner))
-    return tuple(runs)
-
-
-def count_runs(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Returns the largest number of runs that ``runs_of_view`` can return for a view of this shape."""
-    inner, dims = 1, len(shape)
-    while dims and (shape[dims - 1] == 1 or strides[dims - 1] == inner):
-        dims -= 1
-        inner *= shape[dims]
-    return math.prod(shape[:dims])
-
-
 # Files
 
 
@@ -234,27 +213,21 @@ def safetensors_file(name: str, tensors: Sequence[OutputTensor]) -> OutputFile:
 
 
 class WindowPart(NamedTuple):
-    """A part of a window, which consists of known bytes, or of elements of a source tensor."""
+    """A part of a window."""
 
     offset: int
     """The byte of the window at which the part begins."""
-    known: bytes | None
-    """The bytes of the part. None means that the part consists of elements of a source tensor."""
-    source: str = ""
-    """The name of the source tensor."""
-    start: int = 0
-    """The first element of the source tensor, counted from 0 in row-major order."""
-    stop: int = 0
-    """The element after the last one."""
+    content: bytes | Run
+    """The bytes of the part, or the elements of a source tensor that make it up."""
     dtype: str = "U8"
-    """Safetensors' name of the dtype in which the elements are written."""
+    """Safetensors' name of the dtype in which elements are written."""
 
     @property
     def nbytes(self) -> int:
         """The size of the part in bytes."""
-        if self.known is not None:
-            return len(self.known)
-        return (self.stop - self.start) * ITEM_BYTES[self.dtype]
+        if isinstance(self.content, bytes):
+            return len(self.content)
+        return self.content.span.numel * ITEM_BYTES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,13 +243,13 @@ class Window:
 
 
 def windows(
-    file: OutputFile, bytes_max: int, cut: Callable[[str, int, int], int] = lambda source, start, stop: stop
+    file: OutputFile, bytes_max: int, cut: Callable[[Run], int] = lambda run: run.span.stop
 ) -> Iterator[Window]:
     """Yields the windows of a file, which have at most ``bytes_max`` bytes, in their order. Tensors that conversions
     make are left out. Only a tensor that is larger than a window is cut.
 
-    ``cut(source, start, stop)``: returns the element of a source tensor at which it is best to end a part. The elements
-    ``[start, stop)`` would fill the window. The result has to be greater than ``start``, and at most ``stop``.
+    ``cut(run)``: returns the element of a source tensor at which it is best to end a part. The elements of ``run``
+    would fill the window. The result has to be one of them after the first one, or the end of the span.
     """
     parts: list[WindowPart] = []
     first = stop = 0
@@ -302,17 +275,18 @@ def windows(
                 stop = begin + min(start + bytes_max, nbytes)
             continue
         item = ITEM_BYTES[content.dtype]
-        for source, start, run_stop in content.runs or ():
-            while start < run_stop:
+        for source, span in content.runs or ():
+            while span.numel:
                 if stop - first + item > bytes_max:
                     yield from take()
                     first = stop
-                end = min(run_stop, start + (bytes_max - (stop - first)) // item)
-                end = end if end == run_stop else cut(source, start, end)
-                parts.append(WindowPart(stop - first, None, source, start, end, content.dtype))
-                stop += (end - start) * item
-                if end < run_stop:
+                part = span.narrow(0, min(span.numel, (bytes_max - (stop - first)) // item))
+                if part.numel < span.numel:
+                    part = part.narrow(0, cut(Run(source, part)) - part.start)
+                parts.append(WindowPart(stop - first, Run(source, part), content.dtype))
+                stop += part.numel * item
+                if part.numel < span.numel:
                     yield from take()
                     first = stop
-                start = end
+                span = span.narrow(part.numel, span.numel - part.numel)
     yield from take()

@@ -32,12 +32,10 @@ WINDOW_BYTES_MAX = 16 << 20
 class Filler(Protocol):
     """A source of tensors. Several threads may call it at the same time."""
 
-    def fill(self, targets: Sequence[tuple[str, int, torch.Tensor]]) -> None:
-        """Fills each target with elements of a tensor. A target consists of the name of the tensor, the number of its
-        first element, and the 1-D tensor in host memory that is filled. The elements are converted to the dtype of this
-        tensor."""
+    def fill(self, targets: Sequence[tuple[Run, torch.Tensor]]) -> None:
+        """Fills 1-D tensors in host memory, each with the elements of a run, which are converted to its dtype."""
 
-    def cut(self, source: str, start: int, stop: int) -> int:
+    def cut(self, run: Run) -> int:
         """Returns the element at which it is best to end a part, as the argument ``cut`` of
         ``zckpt.exporting.plan.windows``."""
 
@@ -128,11 +126,10 @@ def _put(new_file: NewFile, window: Window, filler: Filler, staging: StagingPool
         targets = []
         for part in window.parts:
             start, stop = first + part.offset, first + part.offset + part.nbytes
-            if part.known is not None:
-                stage.bytes[start:stop] = np.frombuffer(part.known, np.uint8)
+            if isinstance(part.content, bytes):
+                stage.bytes[start:stop] = np.frombuffer(part.content, np.uint8)
             else:
-                target = stage.tensor[start:stop].view(TORCH_DTYPES[part.dtype])
-                targets.append((part.source, part.start, target))
+                targets.append((part.content, stage.tensor[start:stop].view(TORCH_DTYPES[part.dtype])))
         filler.fill(targets)
         new_file.writer.write(stage.bytes[first : first + window.nbytes], window.start)
     new_file.done()
@@ -150,8 +147,8 @@ def _convert(
         del elements[run]
     new = [run for run in dict.fromkeys(conversion.sources) if run not in elements]
     for run in new:
-        elements[run] = fresh_tensor((run.stop - run.start,), TORCH_DTYPES[sources[run.source].dtype], "cpu")
-    filler.fill([(run.source, run.start, elements[run]) for run in new])
+        elements[run] = fresh_tensor((run.span.numel,), TORCH_DTYPES[sources[run.source].dtype], "cpu")
+    filler.fill([(run, elements[run]) for run in new])
     return dict(conversion.convert([elements[run] for run in conversion.sources]))
 
 

@@ -32,11 +32,12 @@ from zckpt.format.limits import INDEX_CHUNK_RAW_BYTES_MAX, TENSOR_BYTES_MAX
 from zckpt.format.manifest import Chunk, Manifest, Part
 from zckpt.format.names import Tier, index_path
 from zckpt.format.rules import broken
+from zckpt.geometry import Span, ragged
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    Ints = np.ndarray[tuple[int], np.dtype[np.int64]]
+    from zckpt.geometry import Grid, Ints
 
 ROW_COLUMNS = (("name_id", "<u4"), ("count", "<u4"))
 """The names and the dtypes of the columns that have one item for each row of a chunk."""
@@ -87,7 +88,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The elements ``[start, stop)`` of a tensor in one data file."""
+    """Elements of a tensor in one data file."""
 
     rank: int
     """The rank that wrote the piece."""
@@ -95,10 +96,8 @@ class Piece:
     """The tier that the piece was in when it was saved."""
     copy: int
     """The number of the tensor's copy that the piece belongs to."""
-    start: int
-    """The first element of the piece, counted from 0 in row-major order."""
-    stop: int
-    """The element behind the last one of the piece."""
+    span: Span
+    """The elements."""
     offset: int
     """The first byte of the piece, counted from the first byte of the data of its data file."""
     block: int
@@ -300,20 +299,6 @@ def check_claims(manifest: Manifest, pieces: Iterable[tuple[Ints, Ints]]) -> Int
     return claimed
 
 
-def ragged(count: Ints) -> tuple[Ints, Ints]:
-    """Returns two columns for groups that follow each other and have ``count`` members: the group of each member, and
-    the number of each member in its group."""
-    first = np.cumsum(count) - count
-    group = np.repeat(np.arange(len(count)), count)
-    return group, np.arange(len(group)) - first[group]
-
-
-def runs(column: Ints) -> list[tuple[int, int]]:
-    """Returns ``(start, stop)`` of each run of equal items that follow each other."""
-    begins = np.flatnonzero(np.diff(column)) + 1
-    return list(itertools.pairwise([0, *begins.tolist(), len(column)])) if len(column) else []
-
-
 def take(layout: Layout, rows: Ints) -> Layout:
     """Returns some rows of a layout, with their pieces, in the order of ``rows``."""
     row, number = ragged(layout.count[rows])
@@ -323,13 +308,13 @@ def take(layout: Layout, rows: Ints) -> Layout:
     )
 
 
-def pieces(layout: Layout, row: int, numel: int) -> Iterator[Piece]:
+def pieces(layout: Layout, row: int, grid: Grid) -> Iterator[Piece]:
     """Yields the pieces of one row of a layout that has been checked, copy by copy, in the order of their elements.
-    ``numel`` is the number of elements of its tensor."""
+    ``grid``: that of the tensor."""
     # The pieces are made one by one: with 1000 new objects at once, Python's garbage collector would look through all
     # objects of torch, which takes 0.1 s.
     single = take(layout, np.array([row]))
-    start, copy = starts_and_copies(single, np.array([numel], np.int64))
-    columns = (copy, start, start + single.length, single.offset, single.block)
-    places = single.rank.tolist(), map(Tier, single.tier.tolist())
-    return itertools.starmap(Piece, zip(*places, *(column.tolist() for column in columns), strict=True))
+    start, copy = starts_and_copies(single, np.array([grid.numel], np.int64))
+    spans = (Span(grid, *bounds) for bounds in zip(start.tolist(), (start + single.length).tolist(), strict=True))
+    columns = single.rank.tolist(), map(Tier, single.tier.tolist()), copy.tolist(), spans
+    return itertools.starmap(Piece, zip(*columns, single.offset.tolist(), single.block.tolist(), strict=True))

@@ -9,7 +9,7 @@ from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ from zckpt.format.dtypes import ITEM_BYTES, TORCH_NAMES
 from zckpt.format.limits import DIGEST_TABLE_BYTES_MAX, TREE_BYTES_MAX
 from zckpt.format.names import Tier
 from zckpt.format.rules import broken
+from zckpt.geometry import all_of, ragged
 from zckpt.listing.files import digest_counts
 from zckpt.plan.catalog import run_of, tensor_counts
 from zckpt.plan.reshard import FilePieces, StoredPieces, choose_copies
@@ -38,8 +39,9 @@ if TYPE_CHECKING:
     import torch
 
     from zckpt.format.data_file import Header
-    from zckpt.format.index import Ints, Layout, Piece
+    from zckpt.format.index import Layout, Piece
     from zckpt.format.manifest import File, Manifest
+    from zckpt.geometry import Ints
     from zckpt.storage.contract import Reader, Store
 
 
@@ -275,7 +277,7 @@ class Contents(Mapping[str, TensorInfo]):
         part_id, row = info._place
         number = int(self._chunks_of(np.array([part_id]), np.array([row]))[0])
         first_row = self.manifest.chunks[number].first_row
-        return index_format.pieces(self.chunk(number), row - first_row, math.prod(info.shape))
+        return index_format.pieces(self.chunk(number), row - first_row, all_of(info.shape).grid)
 
     def _chunks_of(self, parts: Ints, rows: Ints) -> Ints:
         """Returns for each row of a part the number of the chunk that has it."""
@@ -312,16 +314,17 @@ class Contents(Mapping[str, TensorInfo]):
         infos = []
         for piece, number in zip(pieces, self.manifest.file_numbers(rank, info._place[0], tier).tolist(), strict=True):
             file = self.manifest.files[number]
-            nbytes = (piece.stop - piece.start) * info.item_bytes
+            nbytes = piece.span.numel * info.item_bytes
             place = (self.manifest.path(file), file.data_start + piece.offset, nbytes)
-            infos.append(PieceInfo(piece.rank, piece.tier.label, piece.copy, piece.start, piece.stop, *place))
+            span = piece.span
+            infos.append(PieceInfo(piece.rank, piece.tier.label, piece.copy, span.start, span.stop, *place))
         return tuple(infos)
 
     def _bytes_of(self, piece: Piece, info: TensorInfo) -> bytes:
         """Reads a small piece and checks its digests."""
         rank, tier = np.array([piece.rank]), np.array([piece.tier])
         number = int(self.manifest.file_numbers(rank, info._place[0], tier)[0])
-        file, nbytes = self.manifest.files[number], (piece.stop - piece.start) * info.item_bytes
+        file, nbytes = self.manifest.files[number], piece.span.numel * info.item_bytes
         source, start = self.read_file(number, verify=True), file.data_start + piece.offset
         raw = self.reader.read(source.path, start, nbytes)
         for block, first, last in blocks(start, nbytes, piece.block, self.manifest.block_bytes):
@@ -383,7 +386,7 @@ class Contents(Mapping[str, TensorInfo]):
     def _spread(self, number: int) -> list[Holders]:
         """Returns for each row of a chunk how it is spread over the ranks."""
         layout = self.chunk(number)
-        row, _ = index_format.ragged(layout.count)
+        row, _ = ragged(layout.count)
         # The stable sort is quick here, because most of the pairs are in ascending order already.
         pairs = np.sort(row * self.manifest.world_size + layout.rank, kind="stable")
         columns = (
@@ -403,16 +406,19 @@ class Contents(Mapping[str, TensorInfo]):
         one that suits ``rank`` best."""
         places = np.array([info._place for info in infos], np.int64).reshape(-1, 2)
         chunks = self._chunks_of(places[:, 0], places[:, 1])
-        columns_of_chunks = [np.empty((6, 0), np.int64)]
+        of_chunks: list[StoredPieces] = []
         for part_id, chunk in sorted(set(zip(places[:, 0].tolist(), chunks.tolist(), strict=True))):
             numbers = np.flatnonzero((places[:, 0] == part_id) & (chunks == chunk))
-            (row, *columns), copy, holder = self.pieces_of_rows(part_id, chunk, places[numbers, 1])
+            pieces, copy, holder = self.pieces_of_rows(part_id, chunk, places[numbers, 1])
             given = (copies[number] for number in numbers.tolist())
             asked = np.array([-1 if wanted is None else wanted for wanted in given], np.int64)
-            chosen = np.where(asked < 0, choose_copies(row, copy, holder, rank), asked)
-            columns_of_chunks.append(np.stack([numbers[row], *columns])[:, copy == chosen[row]])
-        stored = np.concatenate(columns_of_chunks, axis=1)
-        return StoredPieces(*stored[:, np.argsort(stored[0], kind="stable")])
+            chosen = np.where(asked < 0, choose_copies(pieces.tensor, copy, holder, rank), asked)
+            read = pieces.take(copy == chosen[pieces.tensor])
+            of_chunks.append(replace(read, tensor=numbers[read.tensor]))
+        if len(of_chunks) == 1:  # They are in order.
+            return of_chunks[0]
+        stored = StoredPieces.concatenated(of_chunks)
+        return stored.take(np.argsort(stored.tensor, kind="stable"))
 
     def stored_each(self, infos: Sequence[TensorInfo], copies: Sequence[int | None]) -> Iterator[StoredPieces]:
         """Yields for each tensor what ``stored`` returns for it alone. It looks at ``LISTED_TOGETHER`` tensors at a
@@ -428,17 +434,18 @@ class Contents(Mapping[str, TensorInfo]):
             group = slice(first, first + LISTED_TOGETHER)
             yield group, self.stored(infos[group], copies[group], None)
 
-    def pieces_of_rows(self, part_id: int, number: int, rows: Ints) -> tuple[Sequence[Ints], Ints, Ints]:
-        """Returns the pieces of some rows of a part, all of which are in chunk ``number``. The first value has the
-        columns of StoredPieces, where ``request`` is a position in ``rows``. The second is the copy that each piece
-        belongs to, and the third the rank that holds it."""
+    def pieces_of_rows(self, part_id: int, number: int, rows: Ints) -> tuple[StoredPieces, Ints, Ints]:
+        """Returns the pieces of some rows of a part, all of which are in chunk ``number``. In the first value,
+        ``tensor`` is a position in ``rows``. The second value is the copy that each piece belongs to, and the third the
+        rank that holds it."""
         manifest, part = self.manifest, self.manifest.parts[part_id]
         layout = index_format.take(self.chunk(number), rows - manifest.chunks[number].first_row)
         numel = np.array([math.prod(manifest.shapes[part.shape_ids[row]]) for row in rows.tolist()], np.int64)
         start, copy = index_format.starts_and_copies(layout, numel)
-        row, _ = index_format.ragged(layout.count)
+        row, _ = ragged(layout.count)
         file = manifest.file_numbers(layout.rank, part_id, layout.tier)
-        return (row, file, start, start + layout.length, layout.offset, layout.block), copy, layout.rank
+        pieces = StoredPieces(row, start, start + layout.length, file, layout.offset, layout.block)
+        return pieces, copy, layout.rank
 
     @property
     def all_rows(self) -> list[Ints]:
@@ -453,11 +460,10 @@ class Contents(Mapping[str, TensorInfo]):
             chunks = self._chunks_of(np.full(len(part_rows), part_id), part_rows)
             for number in np.unique(chunks).tolist():
                 in_chunk = part_rows[chunks == number]
-                (at, *columns), copy, _ = self.pieces_of_rows(part_id, number, in_chunk)
-                file, start, stop, offset, block = columns
-                row = in_chunk[at]
-                nbytes = (stop - start) * item[row]
-                yield FilePieces(np.full_like(row, part_id), row, file, start, stop, offset, block, copy, nbytes)
+                pieces, copy, _ = self.pieces_of_rows(part_id, number, in_chunk)
+                row = in_chunk[pieces.tensor]
+                places = (np.full_like(row, part_id), pieces.file, pieces.offset, pieces.block, copy)
+                yield FilePieces(row, pieces.start, pieces.stop, *places, pieces.numel * item[row])
 
     def pieces_of_ranks(self, rows: Sequence[Ints], ranks: Sequence[int]) -> Iterator[tuple[int, FilePieces]]:
         """Yields each of ``ranks``, which are ascending, with the pieces of some rows that are in its files, in the
@@ -499,12 +505,12 @@ class Contents(Mapping[str, TensorInfo]):
         def claims() -> Iterator[tuple[Ints, Ints]]:
             for group, stored in self._stored_together(infos, copies):
                 item = np.array([info.item_bytes for info in infos[group]], np.int64)
-                at = np.searchsorted(stored.request, np.arange(len(item)))
+                at = np.searchsorted(stored.tensor, np.arange(len(item)))
                 begins.extend((data_start[stored.file[at]] + stored.offset[at]).tolist())
                 numbers, at = np.unique(stored.file, return_index=True)
-                for number, request in zip(numbers.tolist(), stored.request[at].tolist(), strict=True):
+                for number, request in zip(numbers.tolist(), stored.tensor[at].tolist(), strict=True):
                     first.setdefault(number, infos[group.start + request].key)
-                yield stored.file, (stored.stop - stored.start) * item[stored.request]
+                yield stored.file, stored.numel * item[stored.tensor]
 
         index_format.check_claims(self.manifest, claims())
         if not self.is_remote or sum(info.nbytes for info in infos) > unmeasured_bytes:

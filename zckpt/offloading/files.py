@@ -14,6 +14,7 @@ import torch
 from zckpt.errors import FormatError, NoSpaceError, StorageError
 from zckpt.format.digest import BLOCK_BYTES, DIGEST_BYTES, ReadFile
 from zckpt.format.names import Tier
+from zckpt.geometry import all_of
 from zckpt.offloading.memory import fresh_memory, whole
 from zckpt.plan.coalesce import plan_reads
 from zckpt.plan.layout import plan_data_files, plan_writes
@@ -106,7 +107,7 @@ def write_out(
     devices = devices_of(tensors)
     synchronize(devices)
     fragments = [
-        Fragment("+".join(record.parts), str(number), (record.nbytes,), "U8", 0, record.nbytes, Tier.HOST, data=tensor)
+        Fragment("+".join(record.parts), str(number), "U8", all_of((record.nbytes,)), Tier.HOST, data=tensor)
         for number, (record, tensor) in enumerate(zip(moved, tensors, strict=True))
     ]
     data_files = plan_data_files(fragments, secrets.token_hex(8), 0, 1, block_bytes=BLOCK_BYTES, copied=())

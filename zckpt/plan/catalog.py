@@ -20,6 +20,7 @@ from zckpt.format.limits import INDEX_PIECES_MAX
 from zckpt.format.manifest import File, Files, Manifest, Part
 from zckpt.format.names import LINEAGE, MACHINES, Tier
 from zckpt.format.rules import broken
+from zckpt.geometry import Spans
 from zckpt.state.inventory import MASTER, PARAM
 from zckpt.state.lineage import Lineage, run_by_tensors
 
@@ -28,24 +29,20 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from zckpt.format.index import Ints
+    from zckpt.geometry import Ints
     from zckpt.plan.layout import DataFilePlan
 
 Tensor = tuple[str, tuple[int, ...], str]
 """The name, the shape and the dtype of a tensor."""
-_COLUMNS = ("tensor", "copy", "start", "length", "offset", "block")
 
 
 @dataclass(frozen=True, slots=True)
-class PieceColumns:
-    """The pieces of a file as int64 columns of equal length. ``tensor`` is a position in ``RankRecord.tensors``. The
-    other columns are those of ``Fragment`` and ``DataFilePlan.pieces``. Files whose columns are equal, such as those of
-    the master weights and of the moments, share one object."""
+class PieceColumns(Spans):
+    """The pieces of a file. ``tensor`` is a position in ``RankRecord.tensors``. The other columns are those of
+    ``Fragment`` and ``DataFilePlan.pieces``. Files whose columns are equal, such as those of the master weights and of
+    the moments, share one object."""
 
-    tensor: Ints
     copy: Ints
-    start: Ints
-    length: Ints
     offset: Ints
     block: Ints
 
@@ -87,9 +84,9 @@ def rank_record(rank: int, plans: Iterable[DataFilePlan], digest: bytes = bytes(
         table = np.array(
             [
                 [tensors.setdefault((f.name, f.shape, f.dtype), len(tensors)) for f in fragments],
+                [f.span.start for f in fragments],
+                [f.span.stop for f in fragments],
                 [f.copy for f in fragments],
-                [f.start for f in fragments],
-                [f.stop - f.start for f in fragments],
                 pieces.start,
                 pieces.block,
             ],
@@ -107,7 +104,8 @@ def rank_record(rank: int, plans: Iterable[DataFilePlan], digest: bytes = bytes(
 def pack(value: RankRecord) -> bytes:
     """Returns the bytes of a rank's record, which is sent to the rank that commits."""
     piece_columns = [
-        [getattr(columns, column).astype("<i8").tobytes() for column in _COLUMNS] for columns in value.piece_columns
+        [getattr(columns, column).astype("<i8").tobytes() for column in columns.__dataclass_fields__]
+        for columns in value.piece_columns
     ]
     files = [[f.part, f.tier, f.nbytes, f.data_start, f.first_block, f.columns_id, f.origin] for f in value.files]
     raw = msgpack.packb([value.rank, value.digest, value.tensors, piece_columns, files])
@@ -155,11 +153,11 @@ class _Tensors:
 def _layout(part: str, columns: Sequence[Ints], tensors: Sequence[Tensor], name_of: Ints) -> tuple[Layout, Ints]:
     """Returns the pieces that all ranks have of one part, and the number of the tensor of each row.
 
-    ``columns`` are int64 arrays with an entry for each piece: tensor, copy, start, length, offset, block, rank, tier.
+    ``columns`` are int64 arrays with an entry for each piece: tensor, start, stop, copy, offset, block, rank, tier.
     ``name_of`` has the name id of each tensor. Raises RankError if ranks disagree about a tensor, and FormatError
     (I005) if the pieces of all ranks do not make up whole tensors.
     """
-    tensor, copy, start, length, offset, block, rank, tier = columns
+    tensor, start, stop, copy, offset, block, rank, tier = columns
     name = name_of[tensor]
     order = np.lexsort((start, copy, name))
     row_name, first, count = np.unique(name[order], return_index=True, return_counts=True)
@@ -175,7 +173,7 @@ def _layout(part: str, columns: Sequence[Ints], tensors: Sequence[Tensor], name_
             key=f"{part}/{label}",
             rank=this_rank,
         )
-    layout = Layout(row_name, count, rank[order], tier[order], length[order], offset[order], block[order])
+    layout = Layout(row_name, count, rank[order], tier[order], (stop - start)[order], offset[order], block[order])
     numel = np.array([math.prod(tensors[number][1]) for number in row_tensor.tolist()], np.int64)
     wrong = _wrong_starts(layout, name[order], copy[order], start[order], numel)
     if wrong.any():
@@ -230,7 +228,7 @@ def catalog(rank_records: Sequence[RankRecord], save_id: str, metadata: SaveMeta
         for data_file in record.files:
             part_id = part_ids.setdefault(data_file.part, len(part_ids))
             piece_columns = record.piece_columns[data_file.columns_id]
-            tensor, *columns = (getattr(piece_columns, column) for column in _COLUMNS)
+            tensor, *columns = (getattr(piece_columns, column) for column in piece_columns.__dataclass_fields__)
             rank_and_tier = (np.full(len(tensor), record.rank), np.full(len(tensor), data_file.tier))
             parts.setdefault(data_file.part, []).append((ids[tensor], *columns, *rank_and_tier))
             size = (data_file.nbytes, data_file.data_start)
@@ -301,7 +299,7 @@ def with_digests(manifest: bytes, digests: Sequence[bytes]) -> bytes:
 def _check_pieces(rank_records: Sequence[RankRecord]) -> None:
     """Raises UnsupportedError if there are too many pieces. The caller does this before it makes tables of them, which
     would take much memory."""
-    pieces = sum(len(record.piece_columns[file.columns_id].tensor) for record in rank_records for file in record.files)
+    pieces = sum(len(record.piece_columns[file.columns_id]) for record in rank_records for file in record.files)
     if pieces > INDEX_PIECES_MAX:
         parts = {file.part for record in rank_records for file in record.files}
         raise UnsupportedError(

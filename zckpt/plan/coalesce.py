@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from zckpt.format.index import ragged, runs
 from zckpt.format.limits import DATA_ALIGNMENT_BYTES as PAGE_BYTES
+from zckpt.geometry import ragged, runs_of_equal
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
 
-    from zckpt.format.index import Ints
+    from zckpt.geometry import Ints
     from zckpt.plan.reshard import PieceRanges
 
 SEGMENTS_MAX = 511
@@ -243,7 +243,7 @@ def _cuts(
     # A read of so many bytes of one run is straight, however much of its first and last page is not aligned.
     straight_bytes = STRAIGHT_BYTES_MIN + 2 * max(PAGE_BYTES, places.memory_bytes, places.offset_bytes)
     cuts = []
-    for run, run_stop in runs(np.cumsum(~joins)):
+    for run, run_stop in runs_of_equal(np.cumsum(~joins)):
         position = run
         while position < run_stop:
             cuts.append(position)

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from zckpt.format.index import ragged
+from zckpt.geometry import ragged
 from zckpt.plan.reshard import piece_ranges
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
-    from zckpt.format.index import Ints
-    from zckpt.plan.reshard import ElementRange, StoredPieces
+    from zckpt.geometry import Ints
+    from zckpt.plan.reshard import StoredPieces, Wanted
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class Messages:
 
 def plan_messages(
     held: StoredPieces,
-    ranges: Sequence[Sequence[ElementRange]],
+    wanted: Iterable[Wanted],
     item_bytes: Sequence[int],
     slices: SlicedFiles,
     rank: int,
@@ -104,10 +104,10 @@ def plan_messages(
     """Plans what ``rank`` sends and receives.
 
     ``held`` has the elements of each tensor that the ranks hold. In it, ``file`` is the rank and ``offset`` is the
-    number of the rank's fragment. ``ranges`` has the elements of each tensor that are written. Their ``target_start``
+    number of the rank's fragment. ``wanted`` has the elements of each tensor that are written. Their ``target_start``
     is their place among the bytes of all files, counted as in ``slices.starts``, divided by ``item_bytes``.
     ``item_bytes`` is the size in bytes of an element of each tensor in the files."""
-    held_ranges = piece_ranges(held, ranges, item_bytes)
+    held_ranges = piece_ranges(held, wanted, item_bytes)
     item = np.array(item_bytes, np.int64)[held_ranges.target]
     # Each range is cut where a slice ends, so there is a row for each slice that it has bytes of.
     first, stop = held_ranges.target_offset, held_ranges.target_offset + held_ranges.stop - held_ranges.start

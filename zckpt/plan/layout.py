@@ -14,16 +14,16 @@ from zckpt.errors import UnsupportedError
 from zckpt.format.data_file import DataFileId, encode_header
 from zckpt.format.digest import DIGEST_BYTES, block_count
 from zckpt.format.dtypes import ITEM_BYTES
-from zckpt.format.index import ragged, runs
 from zckpt.format.limits import DATA_ALIGNMENT_BYTES, DIGEST_TABLE_BYTES_MAX
 from zckpt.format.names import FILLER_PREFIX, Tier, piece_name
+from zckpt.geometry import ragged, runs_of_equal
 from zckpt.plan.coalesce import STRAIGHT_BYTES_MAX
 from zckpt.state.inventory import ANY_TIME, FileRange, Fragment
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence
 
-    from zckpt.format.index import Ints
+    from zckpt.geometry import Ints
 
 HEADER, FILLER = -1, -2
 """The sources of the regions that are not pieces."""
@@ -150,8 +150,9 @@ def _plan_data_file(
                 entries.append((f"{FILLER_PREFIX}{number}", "U8", (gap,), offset, gap))
                 sources.append(FILLER)
                 offset += gap
-        shape, count = fragment.shape, fragment.stop - fragment.start
-        name = piece_name(fragment.name, fragment.start, fragment.stop, math.prod(shape))
+        grid, start, stop = fragment.span
+        shape, count = grid.shape, stop - start
+        name = piece_name(fragment.name, start, stop, math.prod(shape))
         if name != fragment.name:
             shapes[fragment.name] = shape
             shape = (count,)
@@ -200,7 +201,7 @@ def long_runs(fragments: Sequence[Fragment], *, in_memory: bool = True) -> dict[
 
     for number, fragment in enumerate(fragments):
         item_bytes, place = ITEM_BYTES[fragment.dtype], fragment.place
-        nbytes = (fragment.stop - fragment.start) * item_bytes
+        nbytes = fragment.span.numel * item_bytes
         if nbytes == 0:
             continue
         # In the data file, each piece begins at a multiple of the size of its elements.
@@ -304,7 +305,7 @@ def _cut(
     starts, stops = file_start.tolist(), file_stop.tolist()
     firsts: list[int] = []  # the number of the first block of each write
     places: list[tuple[str, int] | None] = []
-    for first, run_stop in runs(run):
+    for first, run_stop in runs_of_equal(run):
         while first < run_stop:
             place = plan.fragments[source[first]].place if run[first] >= 0 and not plan.is_copy else None
             is_straight = place is not None and place[0] == ""

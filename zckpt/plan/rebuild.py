@@ -90,7 +90,7 @@ def rank_records(
                     tensor = tensors.setdefault((name, header.whole_shape(entry), entry.dtype), len(tensors))
                     data_file = header.data_file
                     copy = copies[data_file.part, name, rank, data_file.tier, start]
-                    rows.append((tensor, copy, start, length, entry.offset, block))
+                    rows.append((tensor, start, start + length, copy, entry.offset, block))
             columns.append(PieceColumns(*np.array(rows, np.int64).reshape(-1, 6).T))
             data_file = header.data_file
             size = (file.nbytes, header.data_start)

@@ -19,6 +19,7 @@ from zckpt.state.inventory import FileRange
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from zckpt.geometry import Span
     from zckpt.state.inventory import Fragment
 
 
@@ -30,12 +31,12 @@ class Share:
     number: int
     count: int
 
-    def of(self, numel: int) -> tuple[int, int]:
-        """Returns the range of elements ``[start, stop)`` of a fragment with so many elements. All shares have the same
-        length, which is rounded up, so the last ones may be shorter or empty."""
-        length = -(-numel // self.count)
-        start = min(self.number * length, numel)
-        return start, min(start + length, numel)
+    def of(self, span: Span) -> Span:
+        """Returns the elements of ``span`` that belong to the share. All shares have the same length, which is rounded
+        up, so the last ones may be shorter or empty."""
+        length = -(-span.numel // self.count)
+        start = min(self.number * length, span.numel)
+        return span.narrow(start, min(length, span.numel - start))
 
 
 WHOLE = Share(0, 1)
@@ -55,7 +56,7 @@ class ReplicaSet:
     @classmethod
     def of(cls, fragments: Sequence[Fragment], digests: Sequence[bytes]) -> ReplicaSet:
         """Returns the set of these fragments. ``digests``: those of their values."""
-        layout = digest(msgpack.packb([(f.key, f.shape, f.dtype, f.start, f.stop) for f in fragments]))
+        layout = digest(msgpack.packb([(f.key, f.shape, f.dtype, f.span.start, f.span.stop) for f in fragments]))
         values = digest(b"".join(digests)) if all(digests) else b""
         return cls(layout, values, dict(zip((f.key for f in fragments), digests, strict=True)))
 
@@ -65,20 +66,20 @@ def own_shares(fragments: Sequence[Fragment], shares: Mapping[str, Share]) -> li
     set of replicas, by the label of the set."""
     written = []
     for fragment in fragments:
-        start, stop = shares.get(fragment.replicated, WHOLE).of(fragment.stop - fragment.start)
-        if start < stop or fragment.start == fragment.stop:  # Only one rank has the fragment of an empty tensor.
-            written.append(narrowed(fragment, start, stop))
+        span = shares.get(fragment.replicated, WHOLE).of(fragment.span)
+        if span.numel or not fragment.span.numel:  # Only one rank has the fragment of an empty tensor.
+            written.append(narrowed(fragment, span))
     return written
 
 
-def narrowed(fragment: Fragment, start: int, stop: int) -> Fragment:
-    """Returns the elements ``[start, stop)`` of a fragment, counted from its first element."""
-    if (start, stop) == (0, fragment.stop - fragment.start):
+def narrowed(fragment: Fragment, span: Span) -> Fragment:
+    """Returns the part of a fragment that has the elements of ``span``."""
+    if span == fragment.span:
         return fragment
-    data = fragment.data
+    data, start = fragment.data, span.start - fragment.span.start
     if isinstance(data, FileRange):
-        item_bytes = data.nbytes // (fragment.stop - fragment.start)
-        data = data.narrow(start * item_bytes, (stop - start) * item_bytes)
+        item_bytes = data.nbytes // fragment.span.numel
+        data = data.narrow(start * item_bytes, span.numel * item_bytes)
     elif data is not None:
-        data = data[start:stop]
-    return replace(fragment, start=fragment.start + start, stop=fragment.start + stop, data=data)
+        data = data[start : start + span.numel]
+    return replace(fragment, span=span, data=data)

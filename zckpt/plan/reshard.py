@@ -3,77 +3,57 @@
 from __future__ import annotations
 
 import itertools
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from zckpt.errors import MismatchError
-from zckpt.format.index import ragged
+from zckpt.geometry import Span, Spans, all_of, runs_in, spans_in_both
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
-    from numpy.typing import NDArray
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from zckpt.format.data_file import Header
-    from zckpt.format.index import Ints
+    from zckpt.geometry import Ints
 
 
-class ElementRange(NamedTuple):
-    """The elements ``[start, stop)`` of a tensor, in row-major order, which go to the target from its element
-    ``target_start`` on."""
+class Wanted(NamedTuple):
+    """Elements that are read for a request. They go to the target of the request, from its element ``target_start`` on,
+    in the order of the span."""
 
-    start: int
-    stop: int
-    target_start: int
+    request: int
+    span: Span
+    target_start: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class StoredPieces:
-    """Stored pieces of the tensors that are read, as int64 columns. They are ordered by request, and within a request
-    by their elements, so that the pieces of a request make up its whole tensor. ``request`` is the number of the
-    request and of its target, ``file`` is the number of the data file in the manifest, and the other columns are those
-    of ``Piece``."""
+class StoredPieces(Spans):
+    """Stored pieces of the tensors that are read. They are ordered by request, and within a request by their elements,
+    so that the pieces of a request make up its whole tensor. ``tensor`` is the number of the request and of its target,
+    ``file`` is the number of the data file in the manifest, and the other columns are those of ``Piece``."""
 
-    request: Ints
     file: Ints
-    start: Ints
-    stop: Ints
     offset: Ints
     block: Ints
 
     def split(self, requests: int) -> Iterator[StoredPieces]:
         """Yields the pieces of each request. ``requests`` is the number of requests."""
-        bounds = np.searchsorted(self.request, np.arange(requests + 1)).tolist()
-        columns = [getattr(self, name) for name in self.__slots__]
-        for first, stop in itertools.pairwise(bounds):
-            yield StoredPieces(*(column[first:stop] for column in columns))
+        for first, stop in itertools.pairwise(np.searchsorted(self.tensor, np.arange(requests + 1)).tolist()):
+            yield self.take(slice(first, stop))
 
 
 @dataclass(frozen=True, slots=True)
-class FilePieces:
-    """Stored pieces of any tensors, in all their copies, as int64 columns. ``part_id`` is the position of the tensor's
-    part in the manifest, and ``row`` is the position of the tensor in that part. ``nbytes`` is the size of the piece in
-    bytes. The other columns are those of ``StoredPieces`` and ``Piece``."""
+class FilePieces(Spans):
+    """Stored pieces of any tensors, in all their copies. ``part_id`` is the position of the tensor's part in the
+    manifest, and ``tensor`` is its position in that part. ``nbytes`` is the size of the piece in bytes. The
+    other columns are those of ``StoredPieces`` and ``Piece``."""
 
     part_id: Ints
-    row: Ints
     file: Ints
-    start: Ints
-    stop: Ints
     offset: Ints
     block: Ints
     copy: Ints
     nbytes: Ints
-
-    def __len__(self) -> int:
-        return len(self.row)
-
-    def take(self, which: slice | Ints | NDArray[np.bool_]) -> FilePieces:
-        """Returns the pieces that ``which`` selects."""
-        return FilePieces(*(getattr(self, name)[which] for name in self.__slots__))
 
     def in_file(self, number: int) -> FilePieces:
         """Returns the pieces in file number ``number``. These pieces have to be ``in_order``."""
@@ -83,8 +63,7 @@ class FilePieces:
     def in_order(cls, groups: Sequence[FilePieces]) -> FilePieces:
         """Returns the pieces of all groups, ordered by file and by offset. A piece of 0 bytes comes before a piece that
         begins at the same byte."""
-        columns = ([getattr(group, name) for group in groups] for name in cls.__slots__)
-        pieces = cls(*(np.concatenate([np.empty(0, np.int64), *column]) for column in columns))
+        pieces = cls.concatenated(groups)
         return pieces.take(np.lexsort((pieces.nbytes, pieces.offset, pieces.file)))
 
 
@@ -120,73 +99,42 @@ def choose_copies(row: Ints, copy: Ints, holder: Ints, rank: int | None) -> Ints
     return np.where(chosen == none, 0, chosen)
 
 
-def piece_ranges(
-    stored: StoredPieces, ranges: Sequence[Sequence[ElementRange]], item_bytes: Sequence[int]
-) -> PieceRanges:
-    """Finds where the elements of each request are stored. ``ranges`` has the ranges of elements of each request, and
-    ``item_bytes`` the size in bytes of an element of each request."""
-    columns = [
-        (request, elements.start, elements.stop, elements.target_start)
-        for request, of_request in enumerate(ranges)
-        for elements in of_request
-        if elements.start < elements.stop
-    ]
-    request, start, stop, target_start = np.array(columns, np.int64).reshape(-1, 4).T
-    numel = np.zeros(len(ranges), np.int64)
-    np.maximum.at(numel, stored.request, stored.stop)
-    base = np.cumsum(numel) - numel  # the number of the first element of each tensor, if all are counted together
-    first_element = base[stored.request] + stored.start
-    first_piece = np.searchsorted(first_element, base[request] + start, side="right") - 1
-    piece_count = np.searchsorted(first_element, base[request] + stop, side="left") - first_piece
-    # From here on, the columns have one item for each pair of a range and a piece that has elements of it.
-    of_range, number = ragged(piece_count)
-    piece = first_piece[of_range] + number
-    item = np.array(item_bytes, np.int64)[request[of_range]]
-    piece_start, piece_stop = stored.start[piece], stored.stop[piece]
-    cut_start = np.maximum(start[of_range], piece_start)
+def piece_ranges(stored: StoredPieces, wanted: Iterable[Wanted], item_bytes: Sequence[int]) -> PieceRanges:
+    """Finds where the elements that are ``wanted`` are stored. ``item_bytes`` is the size in bytes of an element of
+    each request."""
+    item_of_request = np.array(item_bytes, np.int64)
+    spans, target_start = _spans_of_tensors(wanted)
+    numel = np.zeros(len(item_of_request), np.int64)
+    np.maximum.at(numel, stored.tensor, stored.stop)
+    # From here on, the columns have one item for each pair of a span and a piece that has elements of it.
+    span, piece, common = spans_in_both(spans, stored, numel)
+    item = item_of_request[common.tensor]
+    piece_start = stored.start[piece]
     return PieceRanges(
         file=stored.file[piece],
         piece_offset=stored.offset[piece],
-        piece_bytes=(piece_stop - piece_start) * item,
+        piece_bytes=stored.numel[piece] * item,
         block=stored.block[piece],
-        start=(cut_start - piece_start) * item,
-        stop=(np.minimum(stop[of_range], piece_stop) - piece_start) * item,
-        target=request[of_range],
-        target_offset=(target_start[of_range] + cut_start - start[of_range]) * item,
+        start=(common.start - piece_start) * item,
+        stop=(common.stop - piece_start) * item,
+        target=common.tensor,
+        target_offset=(target_start[span] + common.start - spans.start[span]) * item,
     )
 
 
-def slice_ranges(shape: Sequence[int], index: Sequence[slice]) -> tuple[tuple[int, ...], list[ElementRange]]:
-    """Returns the shape of ``tensor[index]``, and its elements as row-major ranges. ``index`` has at most one slice for
-    each dimension, with the step 1.
-
-    Raises MismatchError if there are more slices than dimensions, if a step is not 1, or if an item of ``index`` is not
-    a slice.
-    """
-    if len(index) > len(shape):
-        raise MismatchError(f"{len(index)} slices for a tensor of shape {list(shape)}")
-    bounds = []
-    for dim, item in zip(shape, (*index, *[slice(None)] * (len(shape) - len(index))), strict=True):
-        if not isinstance(item, slice):
-            raise MismatchError(f"{item!r} is not a slice")
-        start, stop, step = item.indices(dim)
-        if step != 1:
-            raise MismatchError(f"a slice of step {step}; only step 1 can be read")
-        bounds.append((start, max(start, stop)))
-    out_shape = tuple(stop - start for start, stop in bounds)
-    if math.prod(out_shape) == 0:
-        return out_shape, []
-    # The last dimension that is not read whole, and all dimensions after it, form one contiguous range.
-    last = max((d for d, (dim, size) in enumerate(zip(shape, out_shape, strict=True)) if dim != size), default=0)
-    inner = math.prod(shape[last + 1 :])
-    length = out_shape[last] * inner if shape else 1
-    strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
-    base = bounds[last][0] * inner if shape else 0
-    ranges = []
-    for number, outer in enumerate(itertools.product(*(range(*bound) for bound in bounds[:last]))):
-        start = base + sum(position * stride for position, stride in zip(outer, strides, strict=False))
-        ranges.append(ElementRange(start, start + length, number * length))
-    return out_shape, ranges
+def _spans_of_tensors(wanted: Iterable[Wanted]) -> tuple[Spans, Ints]:
+    """Returns the elements that are ``wanted`` as spans in row-major order, by the numbers of the requests, and the
+    first element of the target to which each span goes."""
+    rows: list[tuple[int, int, int, int]] = []
+    for request, span, target_start in wanted:
+        if not span.grid.sections:
+            if span.start < span.stop:
+                rows.append((request, span.start, span.stop, target_start))
+            continue
+        runs = (column.tolist() for column in runs_in(span, all_of(span.grid.shape).grid))
+        rows += ((request, start, start + numel, target_start + at) for at, start, numel in zip(*runs, strict=True))
+    *columns, target = np.array(rows, np.int64).reshape(-1, 4).T
+    return Spans(*columns), target
 
 
 def entry_ranges(headers: Mapping[int, Header], block_bytes: int) -> PieceRanges:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -13,9 +13,10 @@ import torch
 
 from zckpt.errors import FormatError, MismatchError, count
 from zckpt.format import names, tree
+from zckpt.geometry import Span, all_of, slice_of
 from zckpt.listing.contents import TensorInfo
 from zckpt.plan.coalesce import plan_reads
-from zckpt.plan.reshard import ElementRange, piece_ranges, slice_ranges
+from zckpt.plan.reshard import Wanted, piece_ranges
 from zckpt.progress import Progress, reported
 from zckpt.reading.extra_state import extra_state
 from zckpt.reading.targets import checked_target, empty_tensor
@@ -39,19 +40,13 @@ PLANNED_PIECES = 1 << 16
 
 
 class ReadRequest(NamedTuple):
-    """The elements of a tensor that are read, and the contiguous memory that they go to. ``copy`` is the number of the
-    copy that is read, or None if any copy will do."""
+    """The elements of a tensor that are read, and the contiguous memory that they go to, in the order of the span.
+    ``copy`` is the number of the copy that is read, or None if any copy will do."""
 
     info: TensorInfo
-    ranges: Sequence[ElementRange]
+    span: Span
     target: torch.Tensor
     copy: int | None = None
-
-
-@lru_cache
-def _all_of(numel: int) -> tuple[ElementRange]:
-    """Returns the range of all elements of a tensor. The cache saves objects when there are many tensors."""
-    return (ElementRange(0, numel, 0),)
 
 
 def _leaf(ext: int, tensor: torch.Tensor) -> object:
@@ -367,12 +362,12 @@ class Checkpoint(Mapping[str, TensorInfo]):
         """
         device = check_device(device)
         info = self[key]
-        shape, ranges = slice_ranges(info.shape, index if isinstance(index, tuple) else (index,))
+        shape, span = slice_of(info.shape, index if isinstance(index, tuple) else (index,))
         with self._advised():
             if device.type != "meta":
                 self.contents.check_sizes([info], self.budget.nbytes)
             target = empty_tensor(info, shape, device, dtype_of(dtype))
-            self.read([ReadRequest(info, ranges, target)], verify=verify)
+            self.read([ReadRequest(info, span, target)], verify=verify)
         return target
 
     def load_pieces(
@@ -406,9 +401,8 @@ class Checkpoint(Mapping[str, TensorInfo]):
                 self.contents.check_copies(list(copies.values()), [copy for _, copy in copies], self.budget.nbytes)
             for key, info in infos.items():
                 for piece in pieces_of_rank[key]:
-                    elements = ElementRange(piece.start, piece.stop, 0)
-                    target = empty_tensor(info, (piece.stop - piece.start,), device)
-                    requests[key, piece.start, piece.stop] = ReadRequest(info, [elements], target, piece.copy)
+                    target = empty_tensor(info, (piece.span.numel,), device)
+                    requests[key, piece.span.start, piece.span.stop] = ReadRequest(info, piece.span, target, piece.copy)
             self.read(list(requests.values()), verify=verify)
         return {place: request.target for place, request in requests.items()}
 
@@ -518,9 +512,11 @@ class Checkpoint(Mapping[str, TensorInfo]):
         after_urgent: Callable[[], None],
     ) -> None:
         manifest = self.manifest
-        infos, ranges, tensors, copies = zip(*requests, strict=True)
+        infos, spans, tensors, copies = zip(*requests, strict=True)
         stored_ranges = piece_ranges(
-            self.contents.stored(infos, copies, rank), ranges, [info.item_bytes for info in infos]
+            self.contents.stored(infos, copies, rank),
+            map(Wanted, itertools.count(), spans),
+            [info.item_bytes for info in infos],
         )
         numbers, first = np.unique(stored_ranges.file, return_index=True)
         first_targets = stored_ranges.target[first].tolist()
@@ -584,6 +580,6 @@ class Checkpoint(Mapping[str, TensorInfo]):
             else empty_tensor(info, info.shape, device, dtypes.get(name), offsets.get(info.key, 0))
             for name, info in infos.items()
         }
-        requests = [ReadRequest(info, _all_of(math.prod(info.shape)), targets[name]) for name, info in infos.items()]
+        requests = [ReadRequest(info, all_of(info.shape), targets[name]) for name, info in infos.items()]
         self.read(requests, verify=verify, advance=advance, staging=staging)
         return targets

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from zckpt.plan.reshard import ElementRange
+from zckpt.geometry import Span, all_of, cut_at_blocks
 from zckpt.reading.checkpoint import HOST, ReadRequest
 from zckpt.transfer.memory import fresh_tensor
 
@@ -75,11 +75,10 @@ class Statistics:
 
 
 class Stretch(NamedTuple):
-    """The elements ``[start, stop)`` of one of several tensors. ``number`` is the position of the tensor among them."""
+    """Elements of one of several tensors. ``number`` is the position of the tensor among them."""
 
     number: int
-    start: int
-    stop: int
+    span: Span
 
 
 def stretches(checkpoint: Checkpoint, infos: Sequence[TensorInfo]) -> Iterator[Stretch]:
@@ -88,18 +87,9 @@ def stretches(checkpoint: Checkpoint, infos: Sequence[TensorInfo]) -> Iterator[S
     blocks_max = max(STRETCH_BYTES // checkpoint.manifest.block_bytes, 1)
     stored = checkpoint.contents.stored_each(infos, [0] * len(infos))
     for number, (info, pieces) in enumerate(zip(infos, stored, strict=True)):
-        step = blocks_max * checkpoint.manifest.block_bytes // info.item_bytes
-        start = stop = 0
-        for first, last in zip(pieces.start.tolist(), pieces.stop.tolist(), strict=True):
-            if last - start > step:
-                if start < stop:
-                    yield Stretch(number, start, stop)
-                for start in range(first, last - step, step):
-                    yield Stretch(number, start, start + step)
-                start = first + (last - first - 1) // step * step
-            stop = last
-        if start < stop:
-            yield Stretch(number, start, stop)
+        block_items = checkpoint.manifest.block_bytes // info.item_bytes
+        for span in cut_at_blocks(all_of(info.shape), pieces.start, block_items, blocks_max * block_items):
+            yield Stretch(number, span)
 
 
 def statistics(
@@ -112,8 +102,8 @@ def statistics(
     for batch in _batches(chosen, infos):
         requests = []
         for stretch in batch:
-            values = fresh_tensor((stretch.stop - stretch.start,), infos[stretch.number].dtype, HOST)
-            requests.append(ReadRequest(infos[stretch.number], [ElementRange(stretch.start, stretch.stop, 0)], values))
+            values = fresh_tensor((stretch.span.numel,), infos[stretch.number].dtype, HOST)
+            requests.append(ReadRequest(infos[stretch.number], stretch.span, values))
         checkpoint.read(requests, advance=advance)
         for stretch, request in zip(batch, requests, strict=True):
             for first in range(0, len(request.target), AT_ONCE):
@@ -128,7 +118,7 @@ def _batches(chosen: Sequence[Stretch], infos: Sequence[TensorInfo]) -> Iterator
     batch: list[Stretch] = []
     batch_bytes = 0
     for stretch in chosen:
-        nbytes = (stretch.stop - stretch.start) * infos[stretch.number].item_bytes
+        nbytes = stretch.span.numel * infos[stretch.number].item_bytes
         if batch and (batch_bytes + nbytes > STRETCH_BYTES or len(batch) == BATCH_STRETCHES_MAX):
             yield batch
             batch, batch_bytes = [], 0

@@ -16,7 +16,6 @@ import torch
 
 from zckpt.comparing.tensors import Pair, unequal
 from zckpt.errors import FormatError
-from zckpt.plan.reshard import ElementRange
 from zckpt.progress import Progress, reported
 from zckpt.reading.checkpoint import HOST, ReadRequest
 from zckpt.reading.statistics import (
@@ -33,6 +32,7 @@ from zckpt.transfer.memory import fresh_tensor
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from zckpt.geometry import Span
     from zckpt.listing.contents import TensorInfo
     from zckpt.reading.checkpoint import Checkpoint
 
@@ -106,16 +106,15 @@ class Chain:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Portion:
-    """The elements ``[start, stop)`` of a chain, which begin at byte ``offset`` of the buffers."""
+    """Elements of a chain, which begin at byte ``offset`` of the buffers."""
 
     chain: Chain
-    start: int
-    stop: int
+    span: Span
     offset: int
 
     @property
     def nbytes(self) -> int:
-        return (self.stop - self.start) * self.chain.infos[0].item_bytes
+        return self.span.numel * self.chain.infos[0].item_bytes
 
     def of(self, buffer: torch.Tensor) -> torch.Tensor:
         """Returns the elements of the portion in a buffer, as a 1-D tensor that shares its memory."""
@@ -124,7 +123,7 @@ class _Portion:
     def request(self, number: int, buffer: torch.Tensor) -> ReadRequest:
         """Returns the request that reads the portion from checkpoint ``number`` into a buffer."""
         info = self.chain.infos[number - self.chain.first]
-        return ReadRequest(info, [ElementRange(self.start, self.stop, 0)], self.of(buffer))
+        return ReadRequest(info, self.span, self.of(buffer))
 
 
 def look(
@@ -228,10 +227,10 @@ def _equal(checkpoints: Sequence[Checkpoint], sound: Sequence[Mapping[str, Tenso
     both = [key for key in infos if key in before and _kind(infos[key]) == _kind(before[key])]
     compared = [(Pair(key, before[key], infos[key]), 0, 0) for key in both]
     try:
-        ranges_of_each = [ranges for _, ranges in unequal(checkpoints[n - 1], checkpoints[n], compared)]
+        spans_of_each = [spans for _, spans in unequal(checkpoints[n - 1], checkpoints[n], compared)]
     except FormatError:  # A digest table is damaged. The error is noted when a tensor is read that needs the table.
         return set()
-    return {key for key, ranges in zip(both, ranges_of_each, strict=True) if not ranges}
+    return {key for key, spans in zip(both, spans_of_each, strict=True) if not spans}
 
 
 def _batches(checkpoints: Sequence[Checkpoint], chains: Sequence[Chain]) -> Iterator[list[_Portion]]:
@@ -243,7 +242,7 @@ def _batches(checkpoints: Sequence[Checkpoint], chains: Sequence[Chain]) -> Iter
     for n, checkpoint in enumerate(checkpoints):
         ending = [chain for chain in chains if chain.numbers[-1] == n]
         for stretch in stretches(checkpoint, [chain.infos[-1] for chain in ending]):
-            portion = _Portion(ending[stretch.number], stretch.start, stretch.stop, stop)
+            portion = _Portion(ending[stretch.number], stretch.span, stop)
             if batch and (len(batch) == BATCH_STRETCHES_MAX or stop + portion.nbytes > STRETCH_BYTES):
                 yield batch
                 batch, portion = [], replace(portion, offset=0)

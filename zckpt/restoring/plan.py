@@ -158,7 +158,7 @@ def plan_restore(
     client_state: dict[str, Any] = {} if saved is None else checkpoint.state[CLIENT_STATE]
     if not problems:
         checkpoint.contents.check_sizes(
-            matched.sources[f.key] for f in matched.filled if f.start < f.stop and f.key in matched.sources
+            matched.sources[f.key] for f in matched.filled if f.span.numel and f.key in matched.sources
         )
         if request.own_client_state:
             state_of_rank = checkpoint.map_of_rank(rank if same_size else 0, CLIENT_STATE)

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
     import torch
 
+    from zckpt.geometry import Span
+
 MASTER, PARAM, BUFFER, STATE = "master", "param", "buffer", "state"
 """The parts that zckpt knows by name. ``master`` has the weights that the optimizer updates, even if the engine has no
 other weights, as in fp32. ``param`` has all weights as the model computes with them. Those that have a master are
@@ -51,22 +53,19 @@ class FileRange:
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """The elements ``[start, stop)`` of one tensor, in row-major order, as one rank holds them.
+    """A span of the elements of one tensor, as one rank holds them.
 
-    ``data`` has the bytes: a contiguous 1-D tensor of ``stop - start`` elements that shares memory with the state
-    itself and is never a copy, or a range of a swap file. It is None if only the other fields are needed. ``copy``
+    ``data`` has the bytes: a contiguous 1-D tensor of ``span.numel`` elements that shares memory with the state itself
+    and is never a copy, or a range of a swap file. It is None if only the other fields are needed. ``copy``
     numbers the values of a tensor that differs from rank to rank, such as a buffer. Ranks that have no value of their
     own read copy 0. ``transfer.memory.check_fragments`` checks ``data`` before its memory is read or written.
     """
 
     part: str
     name: str
-    shape: tuple[int, ...]
-    """The shape of the whole tensor."""
     dtype: str
     """The name of the dtype in safetensors, such as F32 or BF16."""
-    start: int
-    stop: int
+    span: Span
     tier: Tier = Tier.DEVICE
     copy: int = 0
     data: torch.Tensor | FileRange | None = field(default=None, compare=False, repr=False)
@@ -77,6 +76,11 @@ class Fragment:
     @property
     def key(self) -> str:
         return f"{self.part}/{self.name}"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the whole tensor."""
+        return self.span.grid.shape
 
     @property
     def place(self) -> tuple[str, int] | None:

@@ -15,6 +15,7 @@ from zckpt.engines.hooks import call_before
 from zckpt.engines.tensors import dtype_name, holdings
 from zckpt.errors import FormatError, UnsupportedError
 from zckpt.format.names import Tier
+from zckpt.geometry import all_of
 from zckpt.state.inventory import BUFFER, GRADIENT, MASTER, PARAM, Fragment, Holding, Inventory
 from zckpt.transfer.devices import devices_of
 
@@ -75,7 +76,7 @@ class ReferenceAdapter(EngineAdapter):
             tuple(
                 fragment
                 for fragment in fragments
-                if fragment.start < fragment.stop or (0 in fragment.shape and self.engine.rank == 0)
+                if fragment.span.numel or (0 in fragment.shape and self.engine.rank == 0)
             )
         )
 
@@ -127,12 +128,11 @@ class ReferenceAdapter(EngineAdapter):
         for part, tensors in engine.tensors.items():
             for name, data in tensors.items():
                 whole = part == BUFFER
-                shape = tuple(data.shape) if whole else engine.shapes[name]
-                start, stop = (0, data.numel()) if whole else engine.ranges[name]
+                span = all_of(data.shape) if whole else all_of(engine.shapes[name]).grid.clip(*engine.ranges[name])
                 tier = Tier.DEVICE if data.device == engine.device else Tier.HOST
                 dtype = dtype_name(data.dtype, f"{part}/{name}")
                 copy = engine.rank if whole else 0
-                yield Fragment(part, name, shape, dtype, start, stop, tier, copy, data.view(-1))
+                yield Fragment(part, name, dtype, span, tier, copy, data.view(-1))
 
 
 class ReferenceRestoring:

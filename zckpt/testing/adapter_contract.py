@@ -15,7 +15,6 @@ import torch
 import zckpt
 from zckpt.engines import adapt
 from zckpt.engines.contract import Selection
-from zckpt.plan.reshard import ElementRange
 from zckpt.reading.checkpoint import ReadRequest
 from zckpt.state.inventory import BUFFER, GRADIENT, MASTER, PARAM, Fragment
 from zckpt.storage.schemes import open_store
@@ -103,7 +102,7 @@ class AdapterContract(EngineDefinition):
             tensors = [(holding.data, holding.dtype) for holding in memory if isinstance(holding.data, torch.Tensor)]
             assert all(tensor.numel() and tensor.dtype == dtype for tensor, dtype in tensors)
             places = {(holding.part, place_of(holding.data)) for holding in memory}
-            fragments = [f for f in adapter.inventory(adapter.parts).fragments if f.start < f.stop]
+            fragments = [f for f in adapter.inventory(adapter.parts).fragments if f.span.numel]
             assert {(f.part, place_of(f.data)) for f in fragments} <= places
         if cls._defines("backward"):
             cls.backward(engine)
@@ -147,7 +146,7 @@ class AdapterContract(EngineDefinition):
         ranges = sorted(range_of(fragment) for fragments in wanted for fragment in fragments)
         for key, parts in groupby(ranges, lambda key_range: key_range[0]):
             reached = 0
-            for _, start, stop in parts:
+            for _, (_, start, stop) in parts:
                 assert start <= reached, f"no rank wants the elements of {key} from {reached} to {start}"
                 reached = max(reached, stop)
             assert reached == math.prod(zckpt.open(written.path)[key].shape)
@@ -192,15 +191,13 @@ class AdapterContract(EngineDefinition):
                     for f in fragments:
                         data = f.data
                         assert isinstance(data, torch.Tensor)
-                        assert data.shape == (f.stop - f.start,)
+                        assert data.shape == (f.span.numel,)
                         assert data.is_contiguous()
-                        request = ReadRequest(checkpoint[f.key], [ElementRange(f.start, f.stop, 0)], data)
+                        request = ReadRequest(checkpoint[f.key], f.span, data)
                         checkpoint.read([request], rank=rank)
                         filled += [range_of(f)] if data.numel() else []
                     after()
-            assert sorted(filled) == sorted(
-                key_range for key_range in map(range_of, wanted) if key_range[1] < key_range[2]
-            )
+            assert sorted(filled) == sorted(range_of(fragment) for fragment in wanted if fragment.span.numel)
             restoring.set_state()
         _wait_for(turns, group_size(engine))
         restoring.finish()

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from zckpt.engines.contract import Restoring
+    from zckpt.geometry import Span
 
 BEFORE, AFTER = 3, 2
 """The number of training steps before the checkpoint is written, and the number of steps after that."""
@@ -161,9 +162,9 @@ def keys_of(names: Mapping[str, Iterable[str]]) -> set[str]:
     return {f"{part}/{name}" for part, names_of_part in names.items() for name in names_of_part}
 
 
-def range_of(fragment: Fragment) -> tuple[str, int, int]:
-    """Returns the key and the range of elements of a fragment."""
-    return fragment.key, fragment.start, fragment.stop
+def range_of(fragment: Fragment) -> tuple[str, Span]:
+    """Returns the key and the elements of a fragment."""
+    return fragment.key, fragment.span
 
 
 def rank_of(engine: Any) -> int:

@@ -166,11 +166,12 @@ def check_fragments(fragments: Iterable[Fragment]) -> tuple[torch.device, ...]:
     named = [(fragment, fragment.data) for fragment in fragments if isinstance(fragment.data, torch.Tensor)]
     devices = check_memory((fragment.key, data) for fragment, data in named)
     for fragment, data in named:
-        if data.numel() != fragment.stop - fragment.start or not lies_in_order(data):
+        if data.numel() != fragment.span.numel or not lies_in_order(data):
             view = "conjugated or negated view" if data.is_conj() or data.is_neg() else "tensor"
+            span = fragment.span
             raise StateError(
-                f"{fragment.key}: elements {fragment.start} to {fragment.stop} do not lie one after the other in a "
-                f"{view} of shape {list(data.shape)} with strides {list(data.stride())}",
+                f"{fragment.key}: elements {span.start} to {span.stop} do not lie one after the other in a {view} of "
+                f"shape {list(data.shape)} with strides {list(data.stride())}",
                 key=fragment.key, hint="make it contiguous, by contiguous(), resolve_conj() or resolve_neg()",
             )  # fmt: skip
     return devices

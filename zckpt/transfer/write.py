@@ -334,5 +334,5 @@ def _compare(job: _Job, source: Source, digests: bytes, block_bytes: int) -> Non
 
 def _check(fragment: Fragment, data: torch.Tensor) -> None:
     """Checks that the tensor of a fragment can be read by its address."""
-    assert data.numel() == fragment.stop - fragment.start, "a fragment's data are its elements"
+    assert data.numel() == fragment.span.numel, "a fragment's data are its elements"
     assert data.is_contiguous(), "a fragment's data lie in order"

@@ -106,7 +106,7 @@ def _check_pieces(header: Header, pieces: FilePieces, number: int, manifest: Man
 def _listed(pieces: FilePieces, number: int, manifest: Manifest) -> Iterator[_Piece]:
     """Yields the pieces that the index and the manifest list for a data file."""
     part = manifest.parts[manifest.files[number].part_id]
-    columns = (pieces.row, pieces.start, pieces.stop, pieces.offset, pieces.block)
+    columns = (pieces.tensor, pieces.start, pieces.stop, pieces.offset, pieces.block)
     for row, start, stop, offset, block in zip(*(column.tolist() for column in columns), strict=True):
         shape = manifest.shapes[part.shape_ids[row]]
         name = piece_name(manifest.names[part.name_ids[row]], start, stop, math.prod(shape))

@@ -94,7 +94,7 @@ def derived_weights(contents: Contents) -> dict[str, str]:
     stored = [np.zeros(len(part.name_ids)) for part in manifest.parts]
     rows = [np.arange(len(part.name_ids) if part.name in dtypes else 0) for part in manifest.parts]
     for pieces in contents.pieces_of_parts(rows):
-        np.add.at(stored[pieces.part_id[0]], pieces.row, pieces.stop - pieces.start)
+        np.add.at(stored[pieces.part_id[0]], pieces.tensor, pieces.numel)
     for part, numels in zip(manifest.parts, stored, strict=True):
         by_name = dtypes.get(part.name, {})
         for row, numel in enumerate(numels.tolist()):

@@ -15,6 +15,7 @@ from zckpt.errors import StateError
 from zckpt.format import names, tree
 from zckpt.format.digest import digest
 from zckpt.format.names import Tier
+from zckpt.geometry import all_of
 from zckpt.offloading.away import where_it_is
 from zckpt.plan.replicas import ReplicaSet
 from zckpt.state.inventory import BUFFER, PARAM, RESERVED_PARTS, STATE, Fragment
@@ -220,8 +221,8 @@ def _replacement(where: str, value: object) -> tree.Plain | None:
 
 
 def _state_fragment(name: str, tensor: torch.Tensor) -> Fragment:
-    shape = tuple(tensor.shape)
-    return Fragment(STATE, name, shape, DTYPE_NAMES[tensor.dtype], 0, tensor.numel(), Tier.HOST, 0, tensor.reshape(-1))
+    span = all_of(tensor.shape)
+    return Fragment(STATE, name, DTYPE_NAMES[tensor.dtype], span, Tier.HOST, 0, tensor.reshape(-1))
 
 
 def _leaves(value: object, path: str) -> Iterator[tuple[str, str]]:
@@ -263,7 +264,7 @@ def _replica_sets(
     """Returns ``Collected.replicas``. Uses and renews what is ``known``, as in ``History``."""
     sets: dict[str, list[Fragment]] = {}
     for fragment in fragments:
-        if fragment.replicated and fragment.start < fragment.stop:
+        if fragment.replicated and fragment.span.numel:
             sets.setdefault(fragment.replicated, []).append(fragment)
     return {
         label: ReplicaSet.of(members, [_digest_of_replica(member, known) for member in members])

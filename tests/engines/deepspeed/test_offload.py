@@ -31,6 +31,7 @@ from tests.support.offload import (
 from tests.support.runs import ADAM, assert_at_rest, fingerprint, fingerprints_of
 from tests.support.states import same_all, write_state
 from zckpt.format.names import Tier
+from zckpt.geometry import Grid, Span
 from zckpt.plan import catalog
 from zckpt.state.inventory import FileRange, Fragment
 from zckpt.testing.fragments import write_fragments
@@ -234,7 +235,10 @@ def test_a_swap_file_that_is_too_short_is_named(tmp_path: Path) -> None:
     (tmp_path / "short").write_bytes(bytes(10))
     file_range = FileRange(str(tmp_path / "short"), 4, 8)
     with pytest.raises(zckpt.StorageError, match="ends too early") as caught:
-        write_fragment(tmp_path / "checkpoint", Fragment("master", "w", (2,), "F32", 0, 2, Tier.NVME, data=file_range))
+        write_fragment(
+            tmp_path / "checkpoint",
+            Fragment("master", "w", "F32", Span(Grid((2,)), 0, 2), Tier.NVME, data=file_range),
+        )
     assert (caught.value.file, caught.value.start, caught.value.stop) == (str(tmp_path / "short"), 10, 12)
 
 

@@ -28,6 +28,7 @@ from tests.support.runs import (
 )
 from zckpt.engines import replicas
 from zckpt.engines.group import rank_group_of
+from zckpt.geometry import all_of
 from zckpt.plan.replicas import Share
 
 if TYPE_CHECKING:
@@ -272,7 +273,7 @@ def gather_shares(room: int) -> None:
     whole = [tensor.to(dtypes[n % 3]) for n, tensor in enumerate(whole)]
     mine = [torch.full_like(tensor, -1) for tensor in whole]
     for tensor, value in zip(mine, whole, strict=True):
-        start, stop = Share(group.rank, group.size).of(tensor.numel())
+        _, start, stop = Share(group.rank, group.size).of(all_of(tensor.shape))
         tensor.view(-1)[start:stop] = value.view(-1)[start:stop]
     replicas.gathering(mine, group)()
     assert all(map(torch.equal, mine, whole))

@@ -128,7 +128,7 @@ def spans() -> None:
                 module.weight = nn.Parameter(distribute_tensor(numbers, mesh["tp"], [Shard(0)]))
             fully_shard(module, mesh=mesh["dp"] if names else mesh)
             weight: Any = module.weight
-            start, stop = span_of(weight)
+            _, start, stop = span_of(weight)
             assert weight._local_tensor.detach().flatten().tolist() == [*range(start, stop)], (shape, rows)
 
 

@@ -59,7 +59,7 @@ class Partitioned(Kind):
         data: torch.Tensor | FileRange | None = ParameterFiles.of(parameter)
         if data is None:
             data = self._in_memory(name)
-        return parameter_range, elements_of(data, 0, parameter_range.stop - parameter_range.start, parameter.dtype)
+        return parameter_range, elements_of(data, 0, parameter_range.span.numel, parameter.dtype)
 
     def memory(self) -> Iterator[Holding]:
         yield from super().memory()
@@ -83,7 +83,7 @@ class Partitioned(Kind):
     def weight_in_memory(self, name: str) -> Iterator[torch.Tensor]:
         parameter_range = self._parameter_range(name)
         with ParameterFiles.rewrite(self._parameters[name]) as data:
-            yield data.narrow(0, 0, parameter_range.stop - parameter_range.start)
+            yield data.narrow(0, 0, parameter_range.span.numel)
 
     def after_fill(self, weights: Collection[str]) -> None:
         pass

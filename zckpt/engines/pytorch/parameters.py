@@ -55,9 +55,7 @@ class Parameters(Unwrapped):
         parameter = self._parameters[name]
         if not is_sharded(parameter):
             return super().weight(name)
-        start, stop = span_of(parameter)
-        data = local_of(parameter).detach().view(-1)
-        return ParameterRange(name, tuple(parameter.shape), start, stop, 0), data
+        return ParameterRange(name, span_of(parameter), 0), local_of(parameter).detach().view(-1)
 
     def replicated(self, name: str) -> str:
         parameter = self._parameters[name]

@@ -9,15 +9,15 @@ lose one.
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 
+from zckpt import geometry
 from zckpt.engines.tensors import local_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import torch
+
+    from zckpt.geometry import Span
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
@@ -25,12 +25,12 @@ def is_sharded(tensor: torch.Tensor) -> bool:
     return local_of(tensor) is not tensor
 
 
-def box_of(tensor: Any) -> list[tuple[int, int]]:
+def bounds_of(tensor: Any) -> list[tuple[int, int]]:
     """Returns for each dimension of a tensor the first index that this rank holds, and the number of indices. Raises
     ValueError, with the end of a sentence about the tensor, if this cannot be told."""
-    box = [(0, size) for size in tensor.shape]
+    bounds: list[tuple[int, int]] = [(0, size) for size in tensor.shape]
     if not is_sharded(tensor):
-        return box
+        return bounds
     mesh, placements = tensor.device_mesh, tensor.placements
     coordinate = mesh.get_coordinate()
     if coordinate is None:
@@ -40,29 +40,24 @@ def box_of(tensor: Any) -> list[tuple[int, int]]:
         if placement.is_partial():
             raise ValueError("is a Partial DTensor, whose values are not summed yet")
         if not placement.is_replicate():
-            first, size = box[placement.dim]
-            box[placement.dim] = _chunk(first, size, mesh.size(dim), coordinate[dim])
-    local = tuple(local_of(tensor).shape)
-    if math.prod(local) != math.prod(size for _, size in box) or (math.prod(local) and local != _sizes(box)):
-        raise ValueError(f"has a local shape of {list(local)}, which is not that of its placements {placements}")
-    return box
+            first, size = bounds[placement.dim]
+            bounds[placement.dim] = _chunk(first, size, mesh.size(dim), coordinate[dim])
+    local, shape = list(local_of(tensor).shape), [size for _, size in bounds]
+    if local != shape and not (0 in local and 0 in shape):
+        raise ValueError(f"has a local shape of {local}, which is not that of its placements {placements}")
+    return bounds
 
 
-def span_of(tensor: Any) -> tuple[int, int]:
-    """Returns the range ``[start, stop)`` of the elements of a tensor that this rank holds, in row-major order. Raises
-    ValueError, with the end of a sentence about the tensor, if they are not one range."""
-    shape, box = tuple(tensor.shape), box_of(tensor)
-    if 0 in _sizes(box):
-        return 0, 0
-    # Beyond the first dimension of which more than one index is held, all others have to be whole.
-    inner = next((dim for dim, (_, size) in enumerate(box) if size > 1), len(box))
-    if any(held != (0, size) for held, size in zip(box[inner + 1 :], shape[inner + 1 :], strict=True)):
+def span_of(tensor: Any) -> Span:
+    """Returns the span of the elements of the whole tensor that this rank holds. Raises ValueError, with the end of a
+    sentence about the tensor, if they are not one span."""
+    span = geometry.span_of(tensor.shape, bounds_of(tensor))
+    if span.grid.sections:
         raise ValueError(
             "is cut in another dimension than its first one, as row-wise tensor parallelism does it: zckpt cannot save "
             "such a tensor yet"
         )
-    start = sum(first * math.prod(shape[dim + 1 :]) for dim, (first, _) in enumerate(box))
-    return start, start + math.prod(_sizes(box))
+    return span
 
 
 def replica_set(tensor: Any, ranks: int) -> str:
@@ -82,7 +77,3 @@ def _chunk(first: int, size: int, chunks: int, index: int) -> tuple[int, int]:
 
 def _is_strided(placement: Any) -> bool:
     return type(placement).__name__ == "_StridedShard"
-
-
-def _sizes(box: Sequence[tuple[int, int]]) -> tuple[int, ...]:
-    return tuple(size for _, size in box)

@@ -1,0 +1,380 @@
+"""Where the elements of tensors lie: grids, boxes, spans, and how the elements of one grid lie in another.
+
+The elements of a tensor have an order, by which ranks and files divide them. It is given by a *grid*. The grid divides
+each dimension of the tensor into *sections*. A section is a set of indices, mostly consecutive ones. A *box* is the
+elements whose index in each dimension belongs to one given section, so every element is in exactly one box. In the
+order of the grid, the boxes come one after the other, in the row-major order of their sections. Within a box, the
+elements are in the row-major order of the box. So a rank of tensor parallelism, whose tensor is a box, holds
+consecutive elements. Most grids divide nothing, and then the order is the row-major order of the tensor.
+
+A *span* is a range of consecutive elements in the order of a grid. A rank holds spans, a data file stores spans, and a
+load asks for spans, so every plan is made of spans. They are cut, intersected and mapped here and nowhere else. Single
+spans are objects; many spans are columns.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple, Self
+
+import numpy as np
+
+from zckpt.errors import MismatchError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from numpy.typing import NDArray
+
+    Ints = np.ndarray[tuple[int], np.dtype[np.int64]]
+    Section = tuple[tuple[int, int], ...]
+    """The indices of a section, as intervals in their order: the first index of each, and the number of indices."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Grid:
+    """An order of the elements of a tensor."""
+
+    shape: tuple[int, ...]
+    """The shape of the tensor."""
+    sections: tuple[tuple[Section, ...], ...] = ()
+    """The sections of each dimension. A dimension that is not divided has none. If no dimension is divided, the whole
+    tuple is empty."""
+
+    @property
+    def numel(self) -> int:
+        """The number of elements."""
+        return math.prod(self.shape)
+
+    def clip(self, start: int, stop: int) -> Span:
+        """Returns those of the elements ``[start, stop)`` that the tensor has. If it has none, the span begins and ends
+        at the end of the tensor that is nearer."""
+        start = min(max(start, 0), self.numel)
+        return Span(self, start, max(min(stop, self.numel), start))
+
+    def box(self, number: int) -> Span:
+        """Returns the elements of box ``number``. Boxes are numbered from 0 in the order of the grid."""
+        starts = _box_starts(self)
+        return Span(self, int(starts[number]), int(starts[number + 1]))
+
+
+class Span(NamedTuple):
+    """The elements ``[start, stop)`` of a tensor, in the order of a grid."""
+
+    grid: Grid
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        """The number of elements."""
+        return self.stop - self.start
+
+    def narrow(self, start: int, numel: int) -> Span:
+        """Returns ``numel`` elements from element ``start`` of the span on."""
+        return Span(self.grid, self.start + start, self.start + start + numel)
+
+
+def all_of(shape: Sequence[int]) -> Span:
+    """Returns all elements of a tensor of this shape in row-major order."""
+    return _all_of(tuple(shape))
+
+
+@lru_cache(maxsize=1 << 12)  # It saves time and objects when there are many tensors.
+def _all_of(shape: tuple[int, ...]) -> Span:
+    return Span(Grid(shape), 0, math.prod(shape))
+
+
+def slice_of(shape: Sequence[int], index: Sequence[slice]) -> tuple[tuple[int, ...], Span]:
+    """Returns the shape and the elements of ``tensor[index]``, where the tensor has the given shape. ``index`` has at
+    most one slice for each dimension, with the step 1.
+
+    Raises MismatchError if there are more slices than dimensions, if a step is not 1, or if an item of ``index`` is not
+    a slice.
+    """
+    if len(index) > len(shape):
+        raise MismatchError(f"{len(index)} slices for a tensor of shape {list(shape)}")
+    bounds = []
+    for size, item in zip(shape, (*index, *[slice(None)] * (len(shape) - len(index))), strict=True):
+        if not isinstance(item, slice):
+            raise MismatchError(f"{item!r} is not a slice")
+        start, stop, step = item.indices(size)
+        if step != 1:
+            raise MismatchError(f"a slice of step {step}; only step 1 can be read")
+        bounds.append((start, max(stop - start, 0)))
+    return tuple(size for _, size in bounds), span_of(shape, bounds)
+
+
+def span_of(shape: Sequence[int], bounds: Sequence[tuple[int, int]]) -> Span:
+    """Returns the elements of a rectangular part of a tensor of this shape, in row-major order of the part. ``bounds``:
+    the first index and the number of indices in each dimension. If the elements are consecutive in the tensor, the
+    result is a span of the tensor in row-major order."""
+    numel = math.prod(size for _, size in bounds)
+    divided = [dim for dim, (_, size) in enumerate(bounds) if size != shape[dim]]
+    if not numel or all(size == 1 for _, size in bounds[: max(divided, default=0)]):
+        start = sum(first * math.prod(shape[dim + 1 :]) for dim, (first, _) in enumerate(bounds)) if numel else 0
+        return all_of(shape).narrow(start, numel)
+    sections: list[tuple[Section, ...]] = []
+    for total, (first, size) in zip(shape, bounds, strict=True):
+        others = tuple(interval for interval in ((0, first), (first + size, total - first - size)) if interval[1])
+        # The part is the first section in each dimension, so it is the first box.
+        sections.append((((first, size),), others) if others else ())
+    return Span(Grid(tuple(shape), tuple(sections)), 0, numel)
+
+
+@dataclass(frozen=True, slots=True)
+class Spans:
+    """Spans as int64 columns: the elements ``[start, stop)`` of tensor number ``tensor`` of some tensors, each in the
+    order of its grid. A class that derives from this one has more columns, such as the places at which the spans are
+    stored."""
+
+    tensor: Ints
+    start: Ints
+    stop: Ints
+
+    def __len__(self) -> int:
+        return len(self.tensor)
+
+    @property
+    def numel(self) -> Ints:
+        """The number of elements of each span."""
+        return self.stop - self.start
+
+    @classmethod
+    def concatenated(cls, groups: Sequence[Self]) -> Self:
+        """Returns the spans of all groups, one group after the other."""
+        columns = ([getattr(group, name) for group in groups] for name in cls.__dataclass_fields__)
+        return cls(*(np.concatenate([np.empty(0, np.int64), *column]) for column in columns))
+
+    def take(self, which: slice | Ints | NDArray[np.bool_]) -> Self:
+        """Returns the spans that ``which`` selects, with all their columns."""
+        return type(self)(*(getattr(self, name)[which] for name in self.__dataclass_fields__))
+
+
+# Mapping
+
+
+def spans_in_both(wanted: Spans, held: Spans, numel: Ints) -> tuple[Ints, Ints, Spans]:
+    """Finds the elements that are in ``wanted`` and in ``held``. Both are spans of the same tensors in the same order.
+
+    ``held`` is ordered by tensor and by element, and has each element of each tensor once. ``numel`` is the number of
+    elements of each tensor. Returns columns with an item for each wanted span and each held span that have elements in
+    common: the number of the wanted span, that of the held span, and the common elements.
+    """
+    base = np.cumsum(numel) - numel  # the number of the first element of each tensor, if all are counted together
+    held_start = base[held.tensor] + held.start
+    first = np.searchsorted(held_start, base[wanted.tensor] + wanted.start, side="right") - 1
+    count = np.searchsorted(held_start, base[wanted.tensor] + wanted.stop, side="left") - first
+    of_wanted, number = ragged(count)
+    of_held = first[of_wanted] + number
+    start = np.maximum(wanted.start[of_wanted], held.start[of_held])
+    stop = np.minimum(wanted.stop[of_wanted], held.stop[of_held])
+    return of_wanted, of_held, Spans(wanted.tensor[of_wanted], start, stop)
+
+
+class Runs(NamedTuple):
+    """Elements that lie in two memories, as runs of elements that are adjacent in both, in int64 columns: ``numel``
+    elements begin at element ``one`` of the first memory and at element ``other`` of the second one."""
+
+    one: Ints
+    other: Ints
+    numel: Ints
+
+
+def runs_in(span: Span, grid: Grid) -> Runs:
+    """Returns where the elements of ``span`` lie in the order of ``grid``, another grid of the same tensor. In the
+    result, the first memory has the elements of ``span``, and the second one all elements in the order of ``grid``. The
+    runs are in the order of ``span``."""
+    if span.grid == grid or not span.numel:
+        count = min(span.numel, 1)
+        return Runs(*(np.full(count, number, np.int64) for number in (0, span.start, span.numel)))
+    starts = _box_starts(span.grid)
+    boxes = range(int(np.searchsorted(starts, span.start, "right")) - 1, int(np.searchsorted(starts, span.stop)))
+    of_boxes = [_box_in(span.grid, number, grid) for number in boxes]
+    one, other, numel = map(np.concatenate, zip(*of_boxes, strict=True))
+    one += np.repeat(starts[boxes.start : boxes.stop], [len(runs.one) for runs in of_boxes]) - span.start
+    before = np.maximum(-one, 0)  # how many elements of each run come before the span
+    numel = np.minimum(one + numel, span.numel) - one - before
+    some = numel > 0
+    one, other, numel = (one + before)[some], (other + before)[some], numel[some]
+    begins = np.ones(len(one), bool)
+    begins[1:] = (one[1:] != one[:-1] + numel[:-1]) | (other[1:] != other[:-1] + numel[:-1])
+    first = np.flatnonzero(begins)
+    return Runs(one[first], other[first], np.add.reduceat(numel, first))
+
+
+def _box_in(own: Grid, number: int, other: Grid) -> Runs:
+    """Returns where the elements of box ``number`` of ``own`` lie in the order of ``other``. The first memory has the
+    elements of the box."""
+    tables = _tables(own, number, other)
+    dims = len(tables)
+    # Beyond the last dimension in which the sections differ, all elements are adjacent in both memories.
+    inner = next((dim for dim in range(dims, 0, -1) if not tables[dim - 1].is_same), 0)
+    # The columns get an item for each run, while the dimensions are added from the last one to the first one.
+    place, before, local, numel, size = (np.full(1, start, np.int64) for start in (0, 0, 0, 1, 1))
+    own_size = 1
+    for dim in range(dims - 1, -1, -1):
+        table = tables[dim] if dim >= inner - 1 else tables[dim].of_each_index()
+        place = (table.own[:, None] * own_size + place).ravel()
+        numel = (table.numel[:, None] * numel).ravel()
+        before = (table.before[:, None] * math.prod(other.shape[dim + 1 :]) + table.size[:, None] * before).ravel()
+        local = (table.other[:, None] * size + local).ravel()
+        size = (table.size[:, None] * size).ravel()
+        own_size *= table.own_size
+    return Runs(place, before + local, numel)
+
+
+class _Table(NamedTuple):
+    """The indices that a box has in one dimension, and the sections of another grid that have them, as runs of indices
+    that are consecutive in both."""
+
+    own: Ints
+    """The first index of each run, counted in the box."""
+    numel: Ints
+    """The number of indices of each run."""
+    before: Ints
+    """The number of indices in the sections of the other grid that come before the section that has the run."""
+    size: Ints
+    """The number of indices in the section that has the run."""
+    other: Ints
+    """The first index of the run, counted in this section."""
+    own_size: int
+    """The number of indices that the box has in this dimension."""
+
+    @property
+    def is_same(self) -> bool:
+        """Whether both have the same indices in the same order."""
+        return len(self.own) == 1 and self.own_size == self.size[0]
+
+    def of_each_index(self) -> _Table:
+        """Returns a table with a run for each index."""
+        run, number = ragged(self.numel)
+        starts = (column[run] + number for column in (self.own, self.other))
+        return _Table(next(starts), np.ones_like(run), self.before[run], self.size[run], next(starts), self.own_size)
+
+
+def _tables(own: Grid, number: int, other: Grid) -> list[_Table]:
+    """Returns a table for each dimension of box ``number`` of ``own``."""
+    counts = [len(_sections(own, dim)) for dim in range(len(own.shape))]
+    tables = []
+    for dim, section in enumerate(np.unravel_index(number, counts)):
+        rows, own_size = [], 0
+        start, stop, before, size, place = _intervals(other, dim)
+        for first, count in _sections(own, dim)[int(section)]:
+            of_other = slice(np.searchsorted(stop, first, "right"), np.searchsorted(start, first + count))
+            low, high = np.maximum(start[of_other], first), np.minimum(stop[of_other], first + count)
+            at = place[of_other] + low - start[of_other]
+            rows.append((own_size + low - first, high - low, before[of_other], size[of_other], at))
+            own_size += count
+        tables.append(_Table._make([*map(np.concatenate, zip(*rows, strict=True)), own_size]))
+    return tables
+
+
+def _sections(grid: Grid, dim: int) -> tuple[Section, ...]:
+    """Returns the sections of one dimension. A dimension that is not divided is one section."""
+    return (grid.sections and grid.sections[dim]) or (((0, grid.shape[dim]),),)
+
+
+@lru_cache(maxsize=1 << 8)
+def _intervals(grid: Grid, dim: int) -> tuple[Ints, ...]:
+    """Returns the intervals of the sections of one dimension, in ascending order, as columns: the first index, the
+    index after the last one, the number of indices in the sections before, the number of indices in the section, and
+    the first index counted in the section."""
+    rows, before = [], 0
+    for section in _sections(grid, dim):
+        size, at = sum(count for _, count in section), 0
+        for first, count in section:
+            rows.append((first, first + count, before, size, at))
+            at += count
+        before += size
+    return tuple(np.array(sorted(rows), np.int64).T)
+
+
+@lru_cache(maxsize=1 << 8)
+def _box_starts(grid: Grid) -> Ints:
+    """Returns the first element of each box, and the number of elements of the tensor."""
+    numel = np.ones(1, np.int64)
+    for dim in range(len(grid.shape)):
+        sizes = [sum(count for _, count in section) for section in _sections(grid, dim)]
+        numel = (numel[:, None] * np.array(sizes, np.int64)).ravel()
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(numel)])
+
+
+def runs_of_view(shape: Sequence[int], strides: Sequence[int], start: int) -> tuple[Ints, Ints]:
+    """Returns the elements of a view, in the row-major order of the view, as runs of adjacent elements of the tensor:
+    the first element of each run, and the number of elements. ``shape``, ``strides``, ``start``: the shape of the view,
+    its strides in elements, and the element of the tensor at which it begins."""
+    if 0 in shape:
+        return np.empty(0, np.int64), np.empty(0, np.int64)
+    dims, inner = _outer_dims(shape, strides)
+    first = np.array([start], np.int64)
+    for size, stride in zip(dims, strides, strict=False):
+        first = (first[:, None] + np.arange(size) * stride).ravel()
+    begins, stops = joined(first, first + inner)
+    return begins, stops - begins
+
+
+def count_runs(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Returns the largest number of runs that ``runs_of_view`` can return for a view of this shape."""
+    return math.prod(_outer_dims(shape, strides)[0])
+
+
+def _outer_dims(shape: Sequence[int], strides: Sequence[int]) -> tuple[tuple[int, ...], int]:
+    """Returns the sizes of the first dimensions of a view, up to the last one whose elements are not adjacent, and the
+    number of elements in all other dimensions."""
+    inner, dims = 1, len(shape)
+    while dims and (shape[dims - 1] == 1 or strides[dims - 1] == inner):
+        dims -= 1
+        inner *= shape[dims]
+    return tuple(shape[:dims]), inner
+
+
+# Cutting and joining
+
+
+def block_end(start: int, stop: int, piece_starts: Ints, block_items: int) -> int:
+    """Returns the element at which the last block that ends at or before element ``stop`` ends, or ``stop`` if that is
+    not after ``start``. ``piece_starts`` are the first elements of the pieces of the tensor, in ascending order. A
+    block has ``block_items`` elements, and each piece begins with a new one."""
+    begin = int(piece_starts[int(np.searchsorted(piece_starts, stop, side="right")) - 1])
+    end = begin + (stop - begin) // block_items * block_items
+    return end if end > start else stop
+
+
+def cut_at_blocks(span: Span, piece_starts: Ints, block_items: int, limit: int) -> Iterator[Span]:
+    """Cuts a span into spans of at most ``limit`` elements. They end where blocks end, so none of these blocks is read
+    twice, unless a block has more than ``limit`` elements. The other arguments are those of ``block_end``."""
+    start = span.start
+    while span.stop - start > limit:
+        end = block_end(start, start + limit, piece_starts, block_items)
+        yield Span(span.grid, start, end)
+        start = end
+    if start < span.stop:
+        yield Span(span.grid, start, span.stop)
+
+
+def joined(start: Ints, stop: Ints) -> tuple[Ints, Ints]:
+    """Joins ranges of numbers, in their order, where one begins at the end of the one before it. Returns the begins and
+    the ends of the results."""
+    gaps = start[1:] != stop[:-1]
+    return start[np.append(True, gaps)[: len(start)]], stop[np.append(gaps, True)[: len(stop)]]
+
+
+# Columns of groups
+
+
+def ragged(count: Ints) -> tuple[Ints, Ints]:
+    """Returns two columns for groups that follow each other and have ``count`` members: the group of each member, and
+    the number of each member in its group."""
+    first = np.cumsum(count) - count
+    group = np.repeat(np.arange(len(count)), count)
+    return group, np.arange(len(group)) - first[group]
+
+
+def runs_of_equal(column: Ints) -> list[tuple[int, int]]:
+    """Returns ``(start, stop)`` of each run of equal items that follow each other."""
+    begins = np.flatnonzero(np.diff(column)) + 1
+    return list(itertools.pairwise([0, *begins.tolist(), len(column)])) if len(column) else []
