@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     Ints = np.ndarray[tuple[int], np.dtype[np.int64]]
     Section = tuple[tuple[int, int], ...]
     """The indices of a section, as intervals in their order: the first index of each, and the number of indices."""
+    Sections = tuple[tuple[Section, ...], ...]
+    """The sections of each dimension of a grid. A dimension that is not divided has none. If no dimension is divided,
+    the whole tuple is empty."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -40,14 +43,18 @@ class Grid:
 
     shape: tuple[int, ...]
     """The shape of the tensor."""
-    sections: tuple[tuple[Section, ...], ...] = ()
-    """The sections of each dimension. A dimension that is not divided has none. If no dimension is divided, the whole
-    tuple is empty."""
+    sections: Sections = ()
+    """How each dimension is divided. It is empty for the row-major order."""
 
     @property
     def numel(self) -> int:
         """The number of elements."""
         return math.prod(self.shape)
+
+    @property
+    def all(self) -> Span:
+        """All elements, in the order of the grid."""
+        return Span(self, 0, self.numel)
 
     def clip(self, start: int, stop: int) -> Span:
         """Returns those of the elements ``[start, stop)`` that the tensor has. If it has none, the span begins and ends
@@ -123,6 +130,30 @@ def span_of(shape: Sequence[int], bounds: Sequence[tuple[int, int]]) -> Span:
         # The part is the first section in each dimension, so it is the first box.
         sections.append((((first, size),), others) if others else ())
     return Span(Grid(tuple(shape), tuple(sections)), 0, numel)
+
+
+def box_of(
+    shape: Sequence[int], chunks: Sequence[Sequence[tuple[int, int]]], bounds: Sequence[tuple[int, int]]
+) -> Span:
+    """Returns the elements that one rank holds of a tensor that is cut into chunks in several dimensions. All ranks get
+    spans of the same order. It is the row-major order of the tensor if the elements of each rank are consecutive in it.
+
+    ``chunks`` has all chunks of each dimension, and ``bounds`` the chunks of this rank: the first index of each, and
+    the number of indices. A chunk may be empty.
+    """
+    chunks = [[chunk for chunk in of_dim if chunk[1]] for of_dim in chunks]
+    divided = [dim for dim, of_dim in enumerate(chunks) if len(of_dim) > 1]
+    last = max(divided, default=0)
+    if all(size <= 1 for of_dim in chunks[:last] for _, size in of_dim) or not math.prod(shape):
+        return span_of(shape, bounds)
+    grid = Grid(
+        tuple(shape),
+        tuple(tuple((chunk,) for chunk in of_dim) if len(of_dim) > 1 else () for of_dim in chunks),
+    )
+    if not math.prod(size for _, size in bounds):
+        return Span(grid, 0, 0)
+    places = [of_dim.index(chunk) for of_dim, chunk in zip(chunks, bounds, strict=True)]
+    return grid.box(int(np.ravel_multi_index(places, [len(of_dim) for of_dim in chunks])))
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,5 +104,5 @@ uint8_t *load_tensor(Checkpoint *c, uint32_t part, uint32_t row, uint32_t copy, 
         close(file);
     }
     free(wanted.pieces);
-    return tensor;
+    return in_row_major_order(grid_of(c, part, row), shape_of(c, part, row), tensor, *size, (unsigned)element);
 }

@@ -20,6 +20,7 @@ typedef struct {
 typedef struct {
     Bytes name;
     Bytes json;
+    Grid grid; /* The grid of `zckpt.grids`, or one that divides nothing. */
 } WholeShape;
 
 /* The data file that is being checked, and what has been read of its header. */
@@ -82,6 +83,44 @@ static void read_whole_shapes(Header *h, Bytes json) {
     if (h->shape_count) qsort(h->shapes, h->shape_count, sizeof *h->shapes, compare_whole_shapes);
 }
 
+/* Reads a grid in JSON. Returns false if it is not one. */
+static bool read_grid(Bytes *json, Grid *grid) {
+    bool good = json_kind(json) == '[';
+    if (!good) json_skip(json);
+    while (good && json_next(json)) {
+        if (json_kind(json) != '[') return false;
+        add_dimension(grid);
+        while (json_next(json)) {
+            if (json_kind(json) != '[') return false;
+            add_section(grid);
+            while (json_next(json)) {
+                uint64_t number;
+                if (!json_uint(json, &number)) return false;
+                add_number(grid, number);
+            }
+        }
+        end_dimension(grid);
+    }
+    return good && grid->divided && grid_is_sound(grid);
+}
+
+/* Reads the text of `zckpt.grids`. */
+static void read_grids(Header *h, Bytes json) {
+    if (!json_is_strict_object(json))
+        fail("S002", h->path, "`zckpt.grids` is not one JSON object, or has a key twice");
+    while (json_next(&json)) {
+        WholeShape *whole = (WholeShape *)find_whole_shape(h, json_key(&json, &h->room));
+        if (!whole || !read_grid(&json, &whole->grid)) fail("S006", h->path, "`zckpt.grids` has something wrong");
+        uint64_t sizes[MAX_DIMENSIONS];
+        uint32_t count;
+        Product product;
+        Bytes shape = whole->json;
+        read_shape(&shape, sizes, &count, &product);
+        if (!grid_fits(&whole->grid, count, sizes, product.elements))
+            fail("S006", h->path, "`zckpt.grids` has a grid that does not fit the shape of its tensor");
+    }
+}
+
 static void check_metadata(Header *h, Bytes json) {
     static const char *const tiers[] = {"device", "host", "nvme"};
     const Checkpoint *c = h->c;
@@ -99,7 +138,7 @@ static void check_metadata(Header *h, Bytes json) {
                     {"zckpt.world_size", world_size},
                     {"zckpt.tier", tiers[h->file->tier]}};
     unsigned found = 0;
-    Bytes shapes = {NULL, NULL};
+    Bytes shapes = {NULL, NULL}, grids = {NULL, NULL};
     if (json_kind(&json) != '{') fail("S006", h->path, "`__metadata__` is no object");
     while (json_next(&json)) {
         Bytes key = json_key(&json, &h->room);
@@ -117,10 +156,12 @@ static void check_metadata(Header *h, Bytes json) {
             found++;
         }
         if (equals(key, "zckpt.shapes")) shapes = value;
+        if (equals(key, "zckpt.grids")) grids = value;
     }
     if (found != sizeof expected / sizeof *expected + 1 || !shapes.at)
         fail("S006", h->path, "`__metadata__` has not all keys");
     read_whole_shapes(h, shapes);
+    if (grids.at) read_grids(h, grids);
 }
 
 /* ---- entries: S004, S008 ---- */
@@ -250,7 +291,8 @@ static void match_pieces(Header *h) {
         const Piece *piece = &h->file->pieces[i];
         const Shape *shape = shape_of(c, piece->part, piece->row);
         Bytes name = c->names[c->parts[piece->part].names[piece->row]];
-        bool whole = piece->stop - piece->start == shape->product.elements;
+        const Grid *grid = grid_of(c, piece->part, piece->row);
+        bool whole = piece->stop - piece->start == shape->product.elements && !grid->divided;
         char key[1024 + 48];
         int size = snprintf(key, sizeof key, "%.*s", (int)length_of(name), (const char *)name.at);
         if (!whole)
@@ -265,6 +307,9 @@ static void match_pieces(Header *h) {
             fail("S007", h->path, "%s has another offset, block or dtype in the index", key);
         if (!same_shape(whole ? entry->shape : find_whole_shape(h, name)->json, shape))
             fail("S007", h->path, "%s has another shape in the manifest", key);
+        const WholeShape *in_header = find_whole_shape(h, name);
+        if (whole ? in_header && in_header->grid.divided : !same_grid(&in_header->grid, grid))
+            fail("S007", h->path, "%s has another grid in the manifest", key);
     }
 }
 

@@ -230,26 +230,31 @@ static void check_version(Bytes body, const uint64_t version[2]) {
     if (!same) fail("M001", MANIFEST, "`version` in the body is not the envelope's");
 }
 
-/* Step 11. Returns whether the feature `shared-files` is required. */
-static bool check_features(Bytes body) {
+/* The features that the checkpoint requires. */
+typedef struct {
+    bool shared_files, box;
+} Features;
+
+/* Step 11. */
+static Features check_features(Bytes body) {
     Bytes value = field(body, "requires");
     uint32_t count = want(&value, ARRAY, "requires").count;
-    bool shared = false;
+    Features features = {false, false};
     /* The space before a name takes no more memory than the msgpack header of the name. */
     char *unknown = allocate(length_of(value) + 1, 1), *end = unknown;
     for (uint32_t i = 0; i < count; i++) {
         Bytes feature = want(&value, STR, "requires").bytes;
-        if (equals(feature, "shared-files")) {
-            shared = true;
-            continue;
-        }
+        bool shared_files = equals(feature, "shared-files"), box = equals(feature, "box");
+        features.shared_files |= shared_files;
+        features.box |= box;
+        if (shared_files || box) continue;
         *end++ = ' ';
         memcpy(end, feature.at, length_of(feature));
         end += length_of(feature);
     }
     if (end != unknown) fail("M006", MANIFEST, "requires features that this reader does not know:%s", unknown);
     free(unknown);
-    return shared;
+    return features;
 }
 
 static int compare_names(const void *a, const void *b) {
@@ -295,7 +300,61 @@ static void read_shapes(Checkpoint *c, Bytes body) {
     }
 }
 
-static void read_part(Checkpoint *c, Bytes map, Part *part) {
+static void read_grid(Bytes *value, Grid *grid) {
+    Item dimensions, sections, numbers, number;
+    next_item(value, &dimensions);
+    if (dimensions.kind != ARRAY) fail("M015", MANIFEST, "a grid is no array");
+    for (uint32_t i = 0; i < dimensions.count; i++) {
+        next_item(value, &sections);
+        if (sections.kind != ARRAY) fail("M015", MANIFEST, "a dimension of a grid is no array");
+        add_dimension(grid);
+        for (uint32_t j = 0; j < sections.count; j++) {
+            next_item(value, &numbers);
+            if (numbers.kind != ARRAY) fail("M015", MANIFEST, "a section of a grid is no array");
+            add_section(grid);
+            for (uint32_t k = 0; k < numbers.count; k++) {
+                next_item(value, &number);
+                if (number.kind != INTEGER || number.negative || number.number >= UINT_LIMIT)
+                    fail("M015", MANIFEST, "a grid has a number that is no uint");
+                add_number(grid, number.number);
+            }
+        }
+        end_dimension(grid);
+    }
+    if (!grid_is_sound(grid)) fail("M015", MANIFEST, "a grid has an index twice or not at all, or divides nothing");
+}
+
+/* Without the feature `box`, there is only the grid that divides nothing. */
+static void read_grids(Checkpoint *c, Bytes body, bool box) {
+    Bytes value = {NULL, NULL};
+    c->grid_count = 1;
+    if (box) {
+        value = field(body, "grids");
+        c->grid_count = want(&value, ARRAY, "grids").count;
+    }
+    c->grids = allocate(c->grid_count + 1, sizeof *c->grids);
+    for (size_t i = 0; box && i < c->grid_count; i++) {
+        read_grid(&value, &c->grids[i]);
+        if (c->grids[i].divided != (i > 0)) fail("M015", MANIFEST, "grid %zu is not allowed in its place", i);
+    }
+}
+
+static void read_grid_ids(Checkpoint *c, Bytes map, Part *part) {
+    Bytes value = find(map, "grids");
+    if (!value.at) return;
+    if (want(&value, ARRAY, "grids").count != part->count)
+        fail("M010", MANIFEST, "`grids` of a part is not as long as its other columns");
+    for (size_t i = 0; i < part->count; i++) {
+        uint64_t sizes[MAX_DIMENSIONS];
+        const Shape *shape = &c->shapes[part->shapes[i]];
+        part->grids[i] = (uint32_t)want_number(&value, c->grid_count, "M015", "grids");
+        get_dimensions(shape, sizes);
+        if (!grid_fits(&c->grids[part->grids[i]], shape->dimensions, sizes, shape->product.elements))
+            fail("M015", MANIFEST, "a tensor has a grid of another shape");
+    }
+}
+
+static void read_part(Checkpoint *c, Bytes map, Part *part, bool box) {
     Bytes value = field(map, "name");
     part->name = want(&value, STR, "name").bytes;
     size_t size = length_of(part->name);
@@ -313,6 +372,7 @@ static void read_part(Checkpoint *c, Bytes map, Part *part) {
     part->names = allocate(part->count, sizeof *part->names);
     part->shapes = allocate(part->count, sizeof *part->shapes);
     part->dtypes = allocate(part->count, sizeof *part->dtypes);
+    part->grids = allocate(part->count, sizeof *part->grids);
     for (size_t i = 0; i < part->count; i++) {
         part->names[i] = (uint32_t)want_number(&names, c->name_count, "M010", "names");
         part->shapes[i] = (uint32_t)want_number(&shapes, c->shape_count, "M010", "shapes");
@@ -324,9 +384,11 @@ static void read_part(Checkpoint *c, Bytes map, Part *part) {
         if (c->shapes[part->shapes[i]].product.padded > (UINT_LIMIT - 1) / DTYPES[dtype].bytes)
             fail("M008", MANIFEST, "a tensor has 2^62 bytes or more");
     }
+    if (box) read_grid_ids(c, map, part);
 }
 
-static void read_parts(Checkpoint *c, Bytes body) {
+static void read_parts(Checkpoint *c, Bytes body, bool box) {
+    bool divided = false;
     Bytes value = field(body, "parts");
     c->part_count = want(&value, ARRAY, "parts").count;
     if (c->part_count > 256) fail("M005", MANIFEST, "has %zu parts", c->part_count);
@@ -334,13 +396,15 @@ static void read_parts(Checkpoint *c, Bytes body) {
     for (size_t i = 0; i < c->part_count; i++) {
         Bytes map = value;
         want(&value, MAP, "parts");
-        read_part(c, map, &c->parts[i]);
+        read_part(c, map, &c->parts[i], box);
+        for (size_t j = 0; j < c->parts[i].count; j++) divided |= c->parts[i].grids[j] > 0;
         for (size_t j = 0; j < i; j++)
             if (compare_bytes(c->parts[i].name, c->parts[j].name) == 0)
                 fail("M007", MANIFEST, "two parts have one name");
         value = map;
         skip_value(&value);
     }
+    if (box && !divided) fail("M015", MANIFEST, "requires `box`, and no tensor has a grid");
 }
 
 static void read_aliases(Checkpoint *c, Bytes body) {
@@ -504,7 +568,7 @@ void open_checkpoint(Checkpoint *c, const char *path) {
     Bytes body = open_envelope((Bytes){content, content + size}, version);
     check_body(body);
     check_version(body, version);
-    bool shared = check_features(body);
+    Features features = check_features(body);
 
     Bytes value = field(body, "save_id");
     Bytes save_id = want(&value, STR, "save_id").bytes;
@@ -522,11 +586,12 @@ void open_checkpoint(Checkpoint *c, const char *path) {
     read_writer(body);
     read_names(c, body);
     read_shapes(c, body);
-    read_parts(c, body);
+    read_grids(c, body, features.box);
+    read_parts(c, body, features.box);
     read_aliases(c, body);
     read_digests(c, body);
     read_files(c, body);
-    if (shared) read_shared(c, body);
+    if (features.shared_files) read_shared(c, body);
     read_chunks(c, body);
     check_chunks(c);
 }

@@ -120,6 +120,34 @@ typedef struct {
 } Shape;
 void get_dimensions(const Shape *shape, uint64_t dimensions[MAX_DIMENSIONS]);
 
+/* ---- grid.c ---- */
+
+typedef struct {
+    uint32_t dimension;
+    uint64_t section; /* The number of its section in the dimension. */
+    uint64_t first, count;
+} Interval;
+
+/* A grid. The caller fills it by the functions below, which begin with a grid of zeros. */
+typedef struct {
+    uint32_t dimensions;
+    Interval *intervals; /* All intervals, as the grid lists them. */
+    size_t count, room;
+    uint64_t sections; /* The number of sections of the last dimension. */
+    bool divided, half, empty, bad;
+} Grid;
+void add_dimension(Grid *g);
+void add_section(Grid *g);
+void add_number(Grid *g, uint64_t number);
+void end_dimension(Grid *g);
+bool grid_is_sound(const Grid *g); /* Says whether the grid obeys M015, whatever the shape is. */
+bool grid_fits(const Grid *g, uint32_t dimensions, const uint64_t *sizes, uint64_t elements);
+bool same_grid(const Grid *a, const Grid *b);
+/* Returns the elements of a tensor in row-major order. Frees `tensor`, which has them in the order of the grid. */
+uint8_t *in_row_major_order(const Grid *g, const Shape *shape, uint8_t *tensor, size_t size, unsigned element);
+
+/* ---- manifest.c ---- */
+
 typedef struct {
     Bytes text;
     uint32_t id;
@@ -129,7 +157,7 @@ typedef struct {
     Bytes name;
     uint64_t layout;
     size_t count; /* The number of tensors, which is the number of rows of the layout. */
-    uint32_t *names, *shapes;
+    uint32_t *names, *shapes, *grids;
     uint8_t *dtypes;
 } Part;
 
@@ -158,10 +186,11 @@ typedef struct {
     int directory, data, index; /* Descriptors. `data` and `index` are -1 until they are needed. */
     char save_id[17];
     uint64_t world_size, block_bytes, index_bytes;
-    size_t name_count, shape_count, part_count, file_count, chunk_count;
+    size_t name_count, shape_count, grid_count, part_count, file_count, chunk_count;
     Bytes *names;
     Name *sorted; /* The same names, sorted, with their ids. */
     Shape *shapes;
+    Grid *grids; /* Number 0 divides nothing. */
     Part *parts;
     File *files;
     Chunk *chunks;
@@ -182,6 +211,9 @@ bool find_alias(const Checkpoint *c, Bytes alias, Bytes *name);
 bool find_file(const Checkpoint *c, uint32_t rank, uint32_t part, uint32_t tier, size_t *file);
 static inline const Shape *shape_of(const Checkpoint *c, uint32_t part, uint32_t row) {
     return &c->shapes[c->parts[part].shapes[row]];
+}
+static inline const Grid *grid_of(const Checkpoint *c, uint32_t part, uint32_t row) {
+    return &c->grids[c->parts[part].grids[row]];
 }
 static inline unsigned element_bytes(const Checkpoint *c, uint32_t part, uint32_t row) {
     return DTYPES[c->parts[part].dtypes[row]].bytes;

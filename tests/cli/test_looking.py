@@ -252,7 +252,7 @@ def test_show_of_several_tensors_leaves_out_figures_that_are_not_finite(
     assert {line.split()[-1] for line in lines} == rows.keys()
 
 
-@pytest.mark.parametrize("layout", ["zero3", "random"])
+@pytest.mark.parametrize("layout", ["zero3", "random", "divided"])
 def test_show_reads_every_byte_once_and_holds_little(tmp_path: Path, layout: str, monkeypatch: Any) -> None:
     monkeypatch.setattr(statistics, "STRETCH_BYTES", 3 * 4096)
     written = write_state(tmp_path / "c", WORLD_SIZE, layout=layout)

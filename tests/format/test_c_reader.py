@@ -190,10 +190,10 @@ def test_it_accepts_what_a_later_minor_version_may_add(run: Any, tmp_path: Path)
 
 def test_it_names_every_feature_that_it_does_not_know(run: Any, tmp_path: Path) -> None:
     apart = Apart.of(SPEC / "example" / "run" / "global_step7")
-    apart.body["requires"] = ["pieces", "shared-files", "box"]
+    apart.body["requires"] = ["pieces", "shared-files", "zstd"]
     apart.write(tmp_path)
     output = run("validate", tmp_path).stdout.decode()
-    assert output == "M006 manifest.msgpack: requires features that this reader does not know: pieces box\n"
+    assert output == "M006 manifest.msgpack: requires features that this reader does not know: pieces zstd\n"
 
 
 @pytest.mark.parametrize("words", [[], ["read"], ["dump", "x"], ["list", "x", "y"], ["list", "/nonexistent"]])

@@ -100,7 +100,7 @@ def test_the_examples_of_the_specification(run: str, content: str) -> None:
     assert [part["name"] for part in reader.body["parts"]] == expected["parts"]
     assert list(reader.tensors) == list(expected["tensors"])
     for key, tensor in expected["tensors"].items():
-        dtype, shape, places = reader.tensors[key]
+        dtype, shape, places, _ = reader.tensors[key]
         assert [dtype, shape] == [tensor["dtype"], tensor["shape"]]
         assert [numbers(dtype, data) for data in reader.copies(key)] == tensor["copies"]
         tiers = [TIERS.index(piece["tier"]) for piece in tensor["pieces"]]
@@ -211,7 +211,7 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], None]]] = {
     "another major version": ("M002", replace(b"\x92\x01\x00", b"\x92\x02\x00", MANIFEST)),
     "cut manifest": ("M001", edit_file(lambda data: data[:-1], MANIFEST)),
     "bytes behind the manifest": ("M001", edit_file(lambda data: data + b"\0", MANIFEST)),
-    "unknown feature": ("M006", edit_body("requires", ["box"])),
+    "unknown feature": ("M006", edit_body("requires", ["pieces"])),
     "missing field": ("M005", edit_body("step", None)),
     "boolean for an integer": ("M005", edit_body("step", True)),
     "unequal columns": ("M005", edit_body("files.tier", lambda column: column[:-1])),
@@ -302,7 +302,7 @@ def test_trees_of_every_kind() -> None:
 
 def test_the_reader_is_small_and_independent() -> None:
     source = READER.read_text()
-    assert len(source.splitlines()) <= 350
+    assert len(source.splitlines()) <= 410
     nodes = list(ast.walk(ast.parse(source)))
     modules = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
     modules += ["." * node.level + str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)]

@@ -299,7 +299,14 @@ def test_the_schemas_name_every_field() -> None:
     manifest = json.loads((SPEC / "schema" / "manifest.json").read_text())
     rows = re.findall(r"^\| `(\w+)` \|", SECTIONS["Manifest"], re.MULTILINE)
     part = manifest["$defs"]["part"]["properties"]
-    fields = [*manifest["properties"], "shared", *part, *manifest["properties"]["files"]["properties"]]
+    fields = [
+        *manifest["properties"],
+        "shared",
+        "grids",
+        *part,
+        "grids",
+        *manifest["properties"]["files"]["properties"],
+    ]
     assert rows == [*fields, *manifest["properties"]["chunks"]["properties"]]
 
 

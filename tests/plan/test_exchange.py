@@ -35,7 +35,8 @@ def test_every_file_gets_its_elements(seed: int) -> None:
     expected_files = [file.copy() for file in files]
     for file in files:
         file[:] = 0
-    planned = [plan_messages(pieces, wanted, [d.itemsize for d in dtypes], slices, rank) for rank in range(ranks)]
+    grids, item_bytes = [Grid(tensor.shape) for tensor in tensors], [dtype.itemsize for dtype in dtypes]
+    planned = [plan_messages(pieces, grids, wanted, item_bytes, slices, rank) for rank in range(ranks)]
     for turn in range(slices.rounds):
         for source in range(ranks):
             for target in range(ranks):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise, product
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -10,36 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.grids import grids, order_of
 from zckpt.errors import MismatchError
 from zckpt.geometry import Grid, Span, Spans, all_of, joined, ragged, runs_in, slice_of, spans_in_both
 
 SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)
-
-
-@st.composite
-def grids(draw: st.DrawFn, shape: tuple[int, ...]) -> Grid:
-    """Draws a grid. Sections may have several intervals, in any order."""
-    sections: list[tuple[tuple[tuple[int, int], ...], ...]] = []
-    for size in shape:
-        cuts = sorted({0, size, *draw(st.lists(st.integers(0, size), max_size=4))}) if size else [0]
-        intervals = draw(st.permutations([(first, stop - first) for first, stop in pairwise(cuts)]))
-        if len(intervals) < 2:
-            sections.append(())
-            continue
-        ends = sorted({len(intervals), *draw(st.lists(st.integers(1, len(intervals)), max_size=3))})
-        sections.append(tuple(tuple(intervals[a:b]) for a, b in pairwise([0, *ends])))
-    return Grid(shape, tuple(sections) if any(sections) else ())
-
-
-def order_of(grid: Grid) -> list[int]:
-    """Returns the numbers that the elements have in the row-major order of the tensor, in the order of the grid."""
-    whole = np.arange(grid.numel).reshape(grid.shape)
-    of_dims = []
-    for dim, size in enumerate(grid.shape):
-        sections = (grid.sections and grid.sections[dim]) or [[(0, size)]]
-        of_dims.append([[i for first, count in section for i in range(first, first + count)] for section in sections])
-    boxes = (whole[np.ix_(*indices)] if indices else whole for indices in product(*of_dims))
-    return [element for box in boxes for element in box.ravel().tolist()]
 
 
 @given(st.data(), SHAPES)
@@ -52,8 +27,10 @@ def test_runs_are_the_elements_in_order_and_as_long_as_can_be(data: st.DataObjec
     for at, place, numel in zip(runs.one.tolist(), runs.other.tolist(), runs.numel.tolist(), strict=True):
         assert numel > 0
         found += [(at + number, place + number) for number in range(numel)]
-    place_of = {element: place for place, element in enumerate(order_of(other))}
-    assert found == [(at, place_of[element]) for at, element in enumerate(order_of(own)[span.start : span.stop])]
+    place_of = {element: place for place, element in enumerate(order_of(other).tolist())}
+    assert found == [
+        (at, place_of[element]) for at, element in enumerate(order_of(own)[span.start : span.stop].tolist())
+    ]
     breaks = sum((at[0] - before[0], at[1] - before[1]) != (1, 1) for before, at in pairwise(found))
     assert len(runs.numel) == breaks + bool(found)
 

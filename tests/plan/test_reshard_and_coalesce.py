@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.grids import grids, order_of
 from zckpt.errors import MismatchError
 from zckpt.format.digest import block_count, blocks
 from zckpt.format.index import Piece
@@ -30,13 +31,21 @@ KIB = 1 << 10
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor with ``item`` bytes per element, which are the last axis of ``values``. It is cut into ``pieces``, and
-    ``files`` has the number of the file of each piece."""
+    """A tensor with ``item`` bytes per element, which are the last axis of ``values``. It is cut into ``pieces`` in the
+    order of its ``grid``, and ``files`` has the number of the file of each piece. Without a grid, the order is that of
+    the spans that are read."""
 
     values: np.ndarray
     item: int
     pieces: list[Piece]
     files: list[int]
+    grid: Grid | None = None
+
+    @property
+    def in_order(self) -> np.ndarray:
+        """The elements in the order of the grid, with their bytes in the last axis."""
+        flat: np.ndarray = self.values.reshape(-1, self.item)
+        return flat if self.grid is None else flat[order_of(self.grid)]
 
 
 @dataclass(frozen=True)
@@ -65,17 +74,17 @@ def stores(draw: st.DrawFn) -> Store:
         inner = sorted(draw(st.sets(st.integers(1, numel - 1), max_size=5))) if numel > 1 else []
         for start, stop in zip([0, *inner], [*inner, numel], strict=True):
             loose.append((number, start, stop))
-        tensors.append(Stored(values, item, [], []))
+        tensors.append(Stored(values, item, [], [], draw(st.just(Grid(shape)) | grids(shape))))
     contents = [bytearray(draw(st.integers(0, 20))) for _ in range(FILES)]
     data_starts = [len(content) for content in contents]
     next_block = [block_count(start, block_bytes) for start in data_starts]
     block_places: dict[tuple[int, int], tuple[int, int]] = {}
     for number, start, stop in draw(st.permutations(loose)):
         stored, file = tensors[number], draw(st.integers(0, FILES - 1))
-        data = stored.values.reshape(-1, stored.item)[start:stop].tobytes()
+        data = stored.in_order[start:stop].tobytes()
         offset = len(contents[file]) - data_starts[file]
         stored.pieces.append(
-            Piece(file, Tier.DEVICE, 0, Span(Grid(stored.values.shape[:-1]), start, stop), offset, next_block[file])
+            Piece(file, Tier.DEVICE, 0, Span(stored.grid or Grid(()), start, stop), offset, next_block[file])
         )
         for block, first, last in blocks(len(contents[file]), len(data), next_block[file], block_bytes):
             block_places[file, block] = first, last
@@ -111,7 +120,8 @@ def found(requests: Requests) -> PieceRanges:
     ]
     pieces = StoredPieces(*np.array(columns, np.int64).reshape(-1, 6).T)
     wanted = [Wanted(number, *part) for number, (_, parts) in enumerate(requests) for part in parts]
-    return piece_ranges(pieces, wanted, [stored.item for stored, _ in requests])
+    orders = [stored.grid or Grid((1 << 40,)) for stored, _ in requests]
+    return piece_ranges(pieces, orders, wanted, [stored.item for stored, _ in requests])
 
 
 def run(store: Store, ops: tuple[coalesce.ReadOp, ...], targets: list[bytearray]) -> Counter[tuple[int, int]]:
@@ -410,7 +420,7 @@ def test_a_block_that_is_wanted_only_in_part_goes_through_a_buffer(verify: bool)
 def test_reads_of_whole_tensors_read_only_their_bytes(store: Store, wanted: list[bool], verify: bool) -> None:
     chosen = {number for number, _ in enumerate(store.tensors) if wanted[number]}
     requests: Requests = [
-        (stored, [elements(0, stored.values.size // stored.item)] if target in chosen else [])
+        (stored, [((stored.grid or Grid(())).all, 0)] if target in chosen else [])
         for target, stored in enumerate(store.tensors)
     ]
     ops = plan_reads(
@@ -423,7 +433,7 @@ def test_reads_of_whole_tensors_read_only_their_bytes(store: Store, wanted: list
     targets = [bytearray(stored.values.nbytes if i in chosen else 0) for i, stored in enumerate(store.tensors)]
     read = run(store, ops, targets)
     assert sum(read.values()) == sum(store.tensors[i].values.nbytes for i in chosen)
-    assert all(targets[i] == store.tensors[i].values.tobytes() for i in chosen)
+    assert all(targets[i] == store.tensors[i].in_order.tobytes() for i in chosen)
     for before, after in pairwise(ops):  # neighbours are one read, unless it has too many segments
         if len(before.segments.nbytes) < coalesce.SEGMENTS_MAX:
             assert (before.file, before.offset + before.nbytes) != (after.file, after.offset)
@@ -438,7 +448,7 @@ def test_overlapping_ranges_read_each_block_once(store: Store, length: int, shif
         for start in (0, shift):
             stop = min(start + length, numel)
             if start < stop:
-                requests.append((stored, [elements(start, stop)]))
+                requests.append((stored, [(Grid(stored.values.shape[:-1]).clip(start, stop), 0)]))
                 expected.append(stored.values.reshape(-1, stored.item)[start:stop].tobytes())
                 targets.append(bytearray(len(expected[-1])))
     ops = plan_reads(
@@ -456,7 +466,7 @@ def test_a_range_may_begin_anywhere_in_its_target(data: st.DataObject, store: St
     numel = stored.values.size // stored.item
     start = data.draw(st.integers(0, numel))
     stop, at = data.draw(st.integers(start, numel)), data.draw(st.integers(0, 9))
-    requests: Requests = [(stored, [elements(start, stop, at)])]
+    requests: Requests = [(stored, [(Grid(stored.values.shape[:-1]).clip(start, stop), at)])]
     ops = plan_reads(
         found(requests), data_starts=store.data_starts, block_bytes=store.block_bytes, verify=True, batch_bytes=1 << 20
     )

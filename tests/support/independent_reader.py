@@ -7,7 +7,7 @@ import json
 import math
 import re
 import struct
-from itertools import chain, groupby, islice, pairwise
+from itertools import accumulate, chain, groupby, islice, pairwise, product
 from pathlib import Path
 
 import msgpack
@@ -122,6 +122,38 @@ def cut(lengths, elements, world_size, name):
     need(start == 0, "I005", name)
 
 
+def intervals(sections):
+    """Returns the intervals of all sections of one dimension, each as its first index and its number of indices."""
+    return [*chain(*(zip(section[::2], section[1::2], strict=True) for section in sections))]
+
+
+def valid_grid(grid, shape):
+    """Returns whether a grid is sound, and whether it may be that of a tensor of this shape. None stands for any."""
+    sound = fits(grid, [[[UINT]]]) and len(grid) <= 64 and not any(len(s) % 2 or not s for dim in grid for s in dim)
+    if not sound or (shape is not None and ((grid and len(grid) != len(shape)) or 0 in shape)):
+        return sound and grid == []
+    for number, dim in enumerate(grid):
+        ends = [*accumulate((count for _, count in sorted(intervals(dim))), initial=0)]
+        whole = (
+            all(count for _, count in intervals(dim)) and [first for first, _ in sorted(intervals(dim))] == ends[:-1]
+        )
+        if dim and not (whole and len(ends) > 2 and (shape is None or ends[-1] == shape[number])):
+            return False
+    return any(grid) or grid == []
+
+
+def order(grid, shape):
+    """Yields the numbers that the elements have in row-major order, in the order of a grid."""
+    dims = []
+    for size, sections in zip(shape, grid or [[]] * len(shape), strict=True):
+        runs = [[range(f, f + count) for f, count in intervals([section])] for section in sections] or [[range(size)]]
+        dims.append([[*chain(*section)] for section in runs])
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    for box in product(*dims):
+        for index in product(*box):
+            yield sum(i * stride for i, stride in zip(index, strides, strict=True))
+
+
 def read(root, path, begin, count, size=None):
     place = root.resolve() / path
     need(place.is_file() and place.resolve() == place, "F001 or F002", place)
@@ -153,11 +185,15 @@ class Reader:
         need(type(body) is dict and containers(body) <= 2**22, "M005", "arrays and maps")
         need(fits(body, {"version": [UINT]}) and body["version"] == envelope[1], "M001", body.get("version"))
         need(fits(body, {"requires": [str]}), "M005", body.get("requires"))
-        need({*body["requires"]} <= {"shared-files"}, "M006", body["requires"])
+        need({*body["requires"]} <= {"shared-files", "box"}, "M006", body["requires"])
         need(fits(body, BODY) and len(body["digests"]) == body["world_size"], "M005", [*body])
         need(all(len(body[field]) <= most for field, most in LIMITS.items()), "M005", "limits")
         need({*map(len, [envelope[2], *body["digests"], *body["chunks"]["digest"]])} == {16}, "M005", "digests")
-        shared = body.get("shared") if body["requires"] else {}
+        shared = body.get("shared") if "shared-files" in body["requires"] else {}
+        self.grids = body.get("grids") if "box" in body["requires"] else [[]]
+        need(type(self.grids) is list, "M005", self.grids)
+        columns = [part.get("grids", []) for part in body["parts"]] if "box" in body["requires"] else []
+        need(fits(columns, [[UINT]]), "M005", columns)
         need(type(shared) is dict and fits([*shared.values()], [[UINT]]) and fits([*shared], [str]), "M005", shared)
         need(all(re.fullmatch("[0-9a-f]{16}", save) for save in [body["save_id"], *shared]), "N004", shared)
         files, chunks = ([*map(body[field].get, kind)] for field, kind in (("files", FILES), ("chunks", CHUNKS)))
@@ -166,7 +202,11 @@ class Reader:
         self.files = {place: (*file, {}) for place, *file in zip(places, *files[3:5], strict=True)}
         need(places == sorted(self.files), "M011", "order of files")
         listed, numbers = all(of and of == sorted({*of}) for of in shared.values()), [*chain(*shared.values())]
-        need(bool(shared) == bool(body["requires"]) and listed and body["save_id"] not in shared, "M014", shared)
+        need(bool(shared) == ("shared-files" in body["requires"]), "M014", shared)
+        need(listed and body["save_id"] not in shared, "M014", shared)
+        need(self.grids[:1] == [[]] and all(self.grids[1:]), "M015", self.grids)
+        need(all(valid_grid(grid, None) for grid in self.grids), "M015", self.grids)
+        need("box" not in body["requires"] or any(map(any, columns)), "M015", columns)
         need(len({*numbers}) == len(numbers) and max(numbers, default=-1) < len(places), "M014", numbers)
         self.origins = {places[number]: save for save, of in shared.items() for number in of}
         self.step, self.world_size, self.aliases = body["step"], body["world_size"], body["aliases"]
@@ -215,12 +255,16 @@ class Reader:
             need(re.fullmatch("[A-Za-z0-9_][A-Za-z0-9_-]{0,63}", part), "N003", part)
             need(len(ids) == len(shape_ids) == len(dtypes) and ids == sorted({*ids}), "M010", part)
             need(max(ids, default=-1) < len(names) and max(shape_ids, default=-1) < len(shapes), "M010", part)
+            grids = parts[p].get("grids", [0] * len(ids)) if "box" in self.body["requires"] else [0] * len(ids)
+            need(len(grids) == len(ids), "M010", part)
+            for shape, grid in zip(shape_ids, grids, strict=True):
+                need(grid < len(self.grids) and valid_grid(self.grids[grid], shapes[shape]), "M015", part)
             need(ids == [name for name, _ in index[layout]], "M013 or I004", part)
-            for (name, row), shape, dtype in zip(index[layout], shape_ids, dtypes, strict=True):
-                pieces = [*self._place(p, names[name], dtype, shapes[shape], row)]
-                self.tensors[f"{part}/{names[name]}"] = dtype, shapes[shape], pieces
+            for (name, row), shape, dtype, grid in zip(index[layout], shape_ids, dtypes, grids, strict=True):
+                pieces = [*self._place(p, names[name], dtype, shapes[shape], self.grids[grid], row)]
+                self.tensors[f"{part}/{names[name]}"] = dtype, shapes[shape], pieces, self.grids[grid]
 
-    def _place(self, p, name, dtype, shape, row):
+    def _place(self, p, name, dtype, shape, grid, row):
         """Yields the pieces of a tensor, each as (copy, file, first byte, end)."""
         elements, width = math.prod(shape), SIZES.get(dtype)
         need(width and elements * width in UINT, "M008 or M009", name)
@@ -230,9 +274,11 @@ class Reader:
             # A missing file has no room, not even for 0 bytes.
             size, data_start, entries = self.files.get(place, (0, 1, {}))
             need(offset % width == 0 and end <= size - data_start, "I006", name)
-            entry, entry_shape = (name, shape) if length == elements else (f"{name}@{start}:{start + length}", [length])
+            whole = length == elements and not grid
+            entry, entry_shape = (name, shape) if whole else (f"{name}@{start}:{start + length}", [length])
             need(entry not in entries, "S007", entry)
-            entries[entry] = {"dtype": dtype, "shape": entry_shape, "data_offsets": [offset, end]}, block, name, shape
+            fields = {"dtype": dtype, "shape": entry_shape, "data_offsets": [offset, end]}
+            entries[entry] = fields, block, name, shape, grid
             self.claimed[place] = self.claimed.get(place, 0) + end - offset
             need(self.claimed[place] <= size - data_start, "I007", place)
             yield copy, place, offset, end
@@ -280,7 +326,14 @@ class Reader:
             need(dtype == "U8" and shape == [end - begin] and end - begin < 4096, "S008", name)
             need(not any(self._read(place, begin, end)), "S008", name)
         need(header == {name: entry for name, (entry, *_) in entries.items()}, "S007", place)
-        partial = [(name, shape) for entry, (_, _, name, shape) in entries.items() if entry != name]
+        grids = parse_object("S002", meta.get("zckpt.grids", "{}"))
+        need(
+            all(name in shapes and grid and valid_grid(grid, shapes[name]) for name, grid in grids.items()),
+            "S006",
+            grids,
+        )
+        need(all(grids.get(name, []) == grid for *_, name, _, grid in entries.values()), "S007", grids)
+        partial = [(name, shape) for entry, (_, _, name, shape, _) in entries.items() if entry != name]
         need(all(shapes.get(name) == shape for name, shape in partial), "S006 or S007", place)
         for name, (begin, end) in regions:
             need(name not in entries or entries[name][1] == block, "S007", name)
@@ -301,9 +354,15 @@ class Reader:
     def copies(self, key):
         """Yields the copies of a tensor, each as its row-major bytes."""
         part, _, name = key.partition("/")
-        pieces = self.tensors[f"{part}/{self.aliases.get(name, name)}"][2]
+        dtype, shape, pieces, grid = self.tensors[f"{part}/{self.aliases.get(name, name)}"]
         for _, copy in groupby(pieces, key=lambda piece: piece[0]):
-            yield b"".join(self._read(*place) for _, *place in copy)
+            data, width = b"".join(self._read(*place) for _, *place in copy), SIZES[dtype]
+            if grid:
+                items = sorted(
+                    zip(order(grid, shape), (data[i : i + width] for i in range(0, len(data), width)), strict=True)
+                )
+                data = b"".join(item for _, item in items)
+            yield data
 
     def load(self, key):
         return next(self.copies(key))
@@ -311,7 +370,7 @@ class Reader:
     def tree(self, rank=None):
         if rank is not None and f"state/rank/{rank}" not in self.tensors:
             return None
-        dtype, shape, _ = ("U8", [0], ()) if rank is None else self.tensors[f"state/rank/{rank}"]
+        dtype, shape, *_ = ("U8", [0]) if rank is None else self.tensors[f"state/rank/{rank}"]
         need(dtype == "U8" and len(shape) == 1, "T001", rank)
         need(shape[0] <= 2**28, "T004", rank)
         self.spent, self.referenced = [0, 0], []  # this tree's bytes and its number of arrays and maps; its keys

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from dataclasses import dataclass
@@ -237,5 +238,23 @@ def shared(listed: Any, *, header: str = OLDER, own: bool = False) -> Case:
     def spoil(apart: Apart) -> None:
         apart.files[MASTER].header["__metadata__"]["zckpt.save_id"] = header
         apart.body |= {"requires": [] if own else ["shared-files"]} | ({} if listed is None else {"shared": listed})
+
+    return Case(spoil)
+
+
+GRID = [[[0, 1, 2, 1], [1, 1]]]
+"""A grid of the tensor w, of which rank 0 has the elements 0 and 2 then."""
+
+
+def divided(grids: Any = ([], GRID), ids: Any = (1, 0, 0), header: Any = GRID) -> Case:
+    """Sets the field ``grids`` of the manifest and the grid ids of the part master. ``header`` is the grid of w in the
+    headers."""
+
+    def spoil(apart: Apart) -> None:
+        apart.body |= {"requires": ["box"]} | ({} if grids is None else {"grids": list(grids)})
+        apart.body["parts"][0]["grids"] = list(ids)
+        for number in (MASTER, OTHER):
+            if header is not None:
+                apart.files[number].header["__metadata__"]["zckpt.grids"] = json.dumps({"w": header})
 
     return Case(spoil)

@@ -12,6 +12,7 @@ from unittest import mock
 import torch
 
 import zckpt
+from tests.support.grids import order_of, random_grid
 from zckpt.engines import adapt
 from zckpt.errors import FormatError
 from zckpt.format.names import Tier, check_tensor_name
@@ -75,20 +76,23 @@ def write_state(
 
     ``tensors`` has a shape, to be filled at random, or a value for each name. A value is the same in every part. With
     the ``layout`` "zero3", every rank has an equal share of every tensor. With "random", tensors are cut anywhere, and
-    each piece is on any rank and tier. ``swap`` is a directory for the swap files of tensors on the tier nvme.
-    ``buffers`` has the value of each rank for each name. ``engine_state``, ``client_state`` and ``left_out`` go to the
-    tree of state.
+    each piece is on any rank and tier. With "divided", this is so in the order of a random grid. ``swap`` is a
+    directory for the swap files of tensors on the tier nvme. ``buffers`` has the value of each rank for each name.
+    ``engine_state``, ``client_state`` and ``left_out`` go to the tree of state.
     """
     torch.manual_seed(seed)
     choice = random.Random(seed)
     full: dict[str, torch.Tensor] = {}
     fragments: list[list[Fragment]] = [[] for _ in range(world_size)]
+    grids: dict[str, Grid] = {}
     for part in parts:
         for name, content in tensors.items():
             value = content if isinstance(content, torch.Tensor) else torch.randn(content).to(dtype)
             full[f"{part}/{name}"] = value
+            if layout == "divided" and name not in grids:
+                grids[name] = random_grid(tuple(value.shape), choice)
             for rank, tier, start, stop in cuts(value.numel(), world_size, layout, choice):
-                fragments[rank].append(fragment(part, name, value, start, stop, tier))
+                fragments[rank].append(fragment(part, name, value, start, stop, tier, grid=grids.get(name)))
     for name, values in (buffers or {}).items():
         full[f"{BUFFER}/{name}"] = values[0]
         for rank, value in enumerate(values):
@@ -110,10 +114,19 @@ def write_state(
 
 
 def fragment(
-    part: str, name: str, value: torch.Tensor, start: int, stop: int, tier: Tier = Tier.DEVICE, copy: int = 0
+    part: str,
+    name: str,
+    value: torch.Tensor,
+    start: int,
+    stop: int,
+    tier: Tier = Tier.DEVICE,
+    copy: int = 0,
+    grid: Grid | None = None,
 ) -> Fragment:
-    data = value.contiguous().reshape(-1)[start:stop]
-    return Fragment(part, name, DTYPE_NAMES[value.dtype], Span(Grid(tuple(value.shape)), start, stop), tier, copy, data)
+    data, grid = value.contiguous().reshape(-1), grid or Grid(tuple(value.shape))
+    if grid.sections:
+        data = data[order_of(grid)]
+    return Fragment(part, name, DTYPE_NAMES[value.dtype], Span(grid, start, stop), tier, copy, data[start:stop])
 
 
 def swap_out(fragments: list[Fragment], path: Path) -> list[Fragment]:

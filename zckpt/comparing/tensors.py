@@ -13,7 +13,7 @@ from zckpt.comparing.report import TensorDifference
 from zckpt.comparing.values import Tally, compare
 from zckpt.errors import FormatError
 from zckpt.format.digest import DIGEST_BYTES, block_count
-from zckpt.geometry import Span, all_of, cut_at_blocks, ragged
+from zckpt.geometry import Span, cut_at_blocks, ragged
 from zckpt.plan.compare import differing
 from zckpt.progress import Progress, reported
 from zckpt.reading.checkpoint import ReadRequest
@@ -217,9 +217,10 @@ def unequal(
     stored_b = b.contents.stored_each([pair.b for pair, *_ in compared], [copy for *_, copy in compared])
     digests_a, digests_b = _Digests(a), _Digests(b)
     for (pair, *_), pieces_a, pieces_b in zip(compared, stored_a, stored_b, strict=True):
-        whole, item_bytes = all_of(pair.a.shape), pair.a.item_bytes
+        whole, item_bytes = a.contents.grid(pair.a).all, pair.a.item_bytes
         spans = [whole] if whole.numel else []
         same_pieces = np.array_equal(pieces_a.start, pieces_b.start) and np.array_equal(pieces_a.stop, pieces_b.stop)
+        same_pieces &= b.contents.grid(pair.b) == whole.grid
         if same_pieces and a.manifest.block_bytes == b.manifest.block_bytes:
             digests = digests_a.of(pieces_a, item_bytes), digests_b.of(pieces_b, item_bytes)
             spans = differing(whole.grid, pieces_a, *digests, a.manifest.block_bytes // item_bytes)

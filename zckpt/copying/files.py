@@ -12,7 +12,7 @@ import numpy as np
 from zckpt.format import names, tree
 from zckpt.format.digest import DIGEST_BYTES, block_count, blocks, digest
 from zckpt.format.index import check_claims
-from zckpt.geometry import all_of
+from zckpt.geometry import Span
 from zckpt.plan.layout import FILLER, HEADER, DataFilePlan, plan_copied_file, plan_data_files
 from zckpt.plan.share import shared_out
 from zckpt.state.inventory import MASTER, RESERVED_PARTS, STATE, FileRange, Fragment
@@ -198,8 +198,8 @@ class Selection:
         for row, start, stop, part_id, number, offset, _, copy, nbytes in zip(*columns, strict=True):
             part, file = manifest.parts[part_id], files[number]
             data = FileRange(paths[number], file.data_start + offset, nbytes)
-            name, shape = manifest.names[part.name_ids[row]], manifest.shapes[part.shape_ids[row]]
-            span = all_of(shape).narrow(start, stop - start)
+            name = manifest.names[part.name_ids[row]]
+            span = Span(manifest.grid(part_id, row), start, stop)
             fragments.append(Fragment(part.name, name, part.dtypes[row], span, file.tier, copy, data))
         return fragments
 

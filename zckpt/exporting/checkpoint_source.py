@@ -77,6 +77,8 @@ class CheckpointFiller:
         ends with a block needs no block that the next part needs too."""
         source, span = run
         info = self.infos[source]
+        if self._checkpoint.contents.grid(info) != span.grid:  # Its blocks do not have consecutive elements of the run.
+            return span.stop
         if source not in self._starts:
             self._starts[source] = self._checkpoint.contents.stored([info], [self._copies.get(source)], None).start
         block_items = self._checkpoint.manifest.block_bytes // info.item_bytes

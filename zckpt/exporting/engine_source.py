@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from zckpt.geometry import Grid
     from zckpt.ranks.collectives import Ranks
 
 _DTYPES = list(TORCH_DTYPES)
@@ -42,7 +43,7 @@ class EngineSource:
         """``dtype``: the dtype to which floating point tensors are converted. Weights are then converted from their
         master weights. None means that all tensors keep the dtypes with which the model computes. This is collective.
         Raises the errors that ``zckpt.write`` raises for an engine."""
-        shapes: dict[str, tuple[int, ...]] = {}
+        grids: dict[str, Grid] = {}
         kept: set[str] = set()
 
         def collect() -> bytes:
@@ -61,8 +62,10 @@ class EngineSource:
             kept.update(unconverted(inventory.extra))
             self.module = adapter.module
             self.adapters = adapter_configs(adapter.module)
-            shapes.update((f.name, f.shape) for f in adapter.wanted({}))  # All ranks get the same names, in one order.
-            numbers = {name: number for number, name in enumerate(shapes)}
+            grids.update(
+                (f.name, f.span.grid) for f in adapter.wanted({})
+            )  # All ranks get the same names, in one order.
+            numbers = {name: number for number, name in enumerate(grids)}
             rows = [(numbers[f.name], f.span.start, f.span.stop, _DTYPES.index(f.dtype)) for f in fragments]
             return np.array(rows, np.int64).tobytes()
 
@@ -74,14 +77,16 @@ class EngineSource:
         columns = (number, start, stop, rank, fragment, np.zeros_like(number))
         self.held = StoredPieces(*(column[order] for column in columns))
         """The elements of each tensor that each rank holds, as ``plan_messages`` takes them."""
+        self.grids = list(grids.values())
+        """The grid of each tensor."""
         self.sources: dict[str, SourceTensor] = {}
         """The tensors by name, with the dtypes to which they are converted."""
         dtype_numbers = dict(zip(number.tolist(), dtype_number.tolist(), strict=True))
-        for tensor, (name, shape) in enumerate(shapes.items()):
+        for tensor, (name, grid) in enumerate(grids.items()):
             held_dtype = TORCH_DTYPES[_DTYPES[dtype_numbers[tensor]]]
             target_dtype = dtype if dtype and held_dtype.is_floating_point and name not in kept else held_dtype
             check_cast(held_dtype, target_dtype, name)
-            self.sources[name] = SourceTensor(DTYPE_NAMES[target_dtype], shape)
+            self.sources[name] = SourceTensor(DTYPE_NAMES[target_dtype], grid.shape)
 
     @contextmanager
     def own_config(self, prefix: str) -> Iterator[str | None]:

@@ -137,7 +137,7 @@ def write_from_ranks(
 
     def prepare() -> _RankExport:
         shares = share_files(files, sources, ranks.size, smallest_budget)
-        messages = plan_messages(engine.held, shares.wanted, shares.item_bytes, shares.slices, ranks.rank)
+        messages = plan_messages(engine.held, engine.grids, shares.wanted, shares.item_bytes, shares.slices, ranks.rank)
         return _RankExport(store, files, sources, engine, shares, messages, ranks)
 
     export = ranks.together(prepare, "plan the export")

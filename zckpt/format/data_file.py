@@ -9,7 +9,7 @@ import reprlib
 import struct
 from collections import Counter
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from json.encoder import encode_basestring
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,11 +19,13 @@ from zckpt.format.digest import block_count
 from zckpt.format.dtypes import ITEM_BYTES
 from zckpt.format.limits import DATA_ALIGNMENT_BYTES, HEADER_BYTES_MAX, NDIM_MAX, TENSOR_BYTES_MAX
 from zckpt.format.rules import broken
+from zckpt.geometry import Grid
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from zckpt.format.names import Tier
+    from zckpt.geometry import Sections
 
 LENGTH_BYTES = 8
 """The size of the first field of a data file, which has the length of the header text."""
@@ -89,6 +91,9 @@ class Header:
     """The entries of the data file, in the order of their bytes."""
     shapes: Mapping[str, tuple[int, ...]]
     """The whole shape of each tensor of which the data file has a partial piece, by the name of the tensor."""
+    sections: Mapping[str, Sections]
+    """The sections of the grid of each tensor of which the data file has a piece and that a grid divides, by the name
+    of the tensor."""
     data_start: int
     """The byte of the file at which the data begin."""
 
@@ -96,6 +101,11 @@ class Header:
         """Returns the shape of the whole tensor that ``entry`` is a piece of."""
         split = names.split_piece_name(entry.name)
         return entry.shape if split is None else self.shapes[split[0]]
+
+    def grid(self, entry: Entry) -> Grid:
+        """Returns the grid of the tensor that ``entry`` is a piece of."""
+        split = names.split_piece_name(entry.name)
+        return Grid(self.whole_shape(entry), () if split is None else self.sections.get(split[0], ()))
 
     def first_blocks(self, block_bytes: int) -> list[int]:
         """Returns for each entry the number of its first block, counted from the first block of the data file. The last
@@ -119,6 +129,7 @@ def encode_header(
     data_file: DataFileId,
     entries: Sequence[tuple[str, str, tuple[int, ...], int, int]],
     shapes: Mapping[str, tuple[int, ...]],
+    sections: Mapping[str, Sections] | None = None,
 ) -> bytes:
     """Returns the header of a data file, padded so that the data begin at a multiple of 4096 bytes.
 
@@ -126,6 +137,7 @@ def encode_header(
         data_file: the data file that the metadata name.
         entries: the fields of each ``Entry``, in the order of their bytes.
         shapes: the whole shape of each tensor of which there is a partial piece, by the name of the tensor.
+        sections: the sections of the grid of each tensor that a grid divides, by the name of the tensor.
 
     Returns:
         All bytes before the data, beginning with the length of the header text.
@@ -139,6 +151,9 @@ def encode_header(
         **_identity(data_file),
         "zckpt.shapes": json.dumps(shapes, separators=(",", ":"), ensure_ascii=False),
     }
+    if sections:
+        grids = {name: packed_sections(of_tensor) for name, of_tensor in sections.items()}
+        metadata["zckpt.grids"] = json.dumps(grids, separators=(",", ":"), ensure_ascii=False)
     members = [f'"{names.METADATA}":{json.dumps(metadata, separators=(",", ":"), ensure_ascii=False)}']
     # If there are many small tensors, json.dumps of a dict for each of them would take longer than to write their data.
     members += [
@@ -214,12 +229,12 @@ def decode_header(raw: bytes, file_bytes: int, data_file: DataFileId) -> Header:
         raise broken("S001", f"{len(raw)} bytes of a header of {data_start}", file=file, start=0, stop=len(raw))
     tree = _parse_json(raw[LENGTH_BYTES:], file)
     metadata = tree.pop(names.METADATA, None)
-    shapes = _check_metadata(metadata, data_file)
+    shapes, sections = _check_metadata(metadata, data_file)
     entries = sorted((_entry(name, value, file) for name, value in tree.items()), key=lambda e: (e.offset, e.nbytes))
     _check_tiling(entries, file_bytes - data_start, file)
     for entry in entries:
         _check_piece(entry, shapes, file)
-    return Header(data_file, tuple(entries), shapes, data_start)
+    return Header(data_file, tuple(entries), shapes, sections, data_start)
 
 
 def save_of(raw: bytes, file: str) -> tuple[str, str]:
@@ -267,8 +282,9 @@ def _parse_json(raw: bytes, file: str) -> dict[str, Any]:
     return tree
 
 
-def _check_metadata(metadata: object, data_file: DataFileId) -> dict[str, tuple[int, ...]]:
-    """Checks the metadata of a header and returns the shapes in them. Raises FormatError (S002, S006, N001, N002)."""
+def _check_metadata(metadata: object, data_file: DataFileId) -> tuple[dict[str, tuple[int, ...]], dict[str, Sections]]:
+    """Checks the metadata of a header and returns the shapes and the sections of grids in them. Raises FormatError
+    (S002, S006, N001, N002)."""
     file = data_file.path
     if not (isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())):
         raise broken("S006", "there is no metadata of strings", file=file)
@@ -290,7 +306,56 @@ def _check_metadata(metadata: object, data_file: DataFileId) -> dict[str, tuple[
         names.check_tensor_name(name, file=file)
         if not is_shape(shape):
             raise broken("S006", f"shape {reprlib.repr(shape)} of {name!r}", file=file)
-    return {name: tuple(shape) for name, shape in shapes.items()}
+    sections: dict[str, Sections] = {}
+    for name, value in _parse_json(metadata.get("zckpt.grids", "{}").encode("utf-8", "surrogatepass"), file).items():
+        of_tensor = unpacked_sections(value)
+        if name not in shapes or not of_tensor or not fits(of_tensor, shapes[name]):
+            raise broken("S006", f"grid {reprlib.repr(value)} of {name!r}", file=file)
+        sections[name] = of_tensor
+    return {name: tuple(shape) for name, shape in shapes.items()}, sections
+
+
+def packed_sections(sections: Sections) -> list[list[list[int]]]:
+    """Returns sections as a manifest and a header have them: for each dimension an array of sections, and for each
+    section the first index and the number of indices of each of its intervals, one after the other."""
+    return [[list(chain.from_iterable(section)) for section in of_dim] for of_dim in sections]
+
+
+def unpacked_sections(value: object) -> Sections | None:
+    """Returns the sections of a grid that ``packed_sections`` has packed, or None if the value is no grid. The empty
+    array is the grid that divides nothing. In any other grid, at least one dimension is divided into several intervals,
+    which together have the indices from 0 on once each."""
+    if not (isinstance(value, list) and len(value) <= NDIM_MAX):
+        return None
+    sections = []
+    for of_dim in value:
+        if not isinstance(of_dim, list) or not all(isinstance(section, list) for section in of_dim):
+            return None
+        numbers = list(chain.from_iterable(of_dim))
+        if not all(type(number) is int and 0 <= number <= TENSOR_BYTES_MAX for number in numbers):
+            return None
+        if any(len(section) % 2 or not section for section in of_dim):
+            return None
+        intervals = sorted(zip(numbers[::2], numbers[1::2], strict=True))
+        ends = list(accumulate((count for _, count in intervals), initial=0))
+        if [first for first, _ in intervals] != ends[:-1] or any(count < 1 for _, count in intervals):
+            return None
+        if of_dim and len(intervals) < 2:
+            return None
+        sections.append(tuple(tuple(zip(section[::2], section[1::2], strict=True)) for section in of_dim))
+    return tuple(sections) if any(sections) or not value else None
+
+
+def fits(sections: Sections, shape: Sequence[int]) -> bool:
+    """Returns whether a grid with these sections may be that of a tensor of this shape."""
+    return not sections or (
+        len(sections) == len(shape)
+        and math.prod(shape) > 0
+        and all(
+            not of_dim or sum(count for section in of_dim for _, count in section) == size
+            for of_dim, size in zip(sections, shape, strict=True)
+        )
+    )
 
 
 def is_shape(shape: object) -> bool:

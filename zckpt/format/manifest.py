@@ -15,7 +15,7 @@ import msgpack
 import numpy as np
 
 from zckpt.format import names, packed
-from zckpt.format.data_file import DataFileId, is_shape
+from zckpt.format.data_file import DataFileId, fits, is_shape, packed_sections, unpacked_sections
 from zckpt.format.digest import DIGEST_BYTES, digest
 from zckpt.format.dtypes import ITEM_BYTES
 from zckpt.format.fields import Fields, unpack_map
@@ -34,17 +34,20 @@ from zckpt.format.limits import (
 )
 from zckpt.format.names import Tier
 from zckpt.format.rules import broken
+from zckpt.geometry import Grid
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-    Ints = np.ndarray[tuple[int], np.dtype[np.int64]]
+    from zckpt.geometry import Ints, Sections
 
 VERSION = (1, 0)
 """The major and the minor version of the format that this module writes."""
 SHARED_FILES = "shared-files"
 """The feature of a checkpoint with data files that earlier saves wrote."""
-FEATURES = frozenset({SHARED_FILES})
+BOX = "box"
+"""The feature of a checkpoint with tensors that a grid divides."""
+FEATURES = frozenset({SHARED_FILES, BOX})
 """The features that this reader knows."""
 
 _MAGIC = "zckpt"
@@ -78,6 +81,9 @@ class Part:
     """For each tensor, the position of its shape in ``Manifest.shapes``."""
     dtypes: tuple[str, ...]
     """For each tensor, its dtype, such as ``"F32"``."""
+    grid_ids: tuple[int, ...] = ()
+    """For each tensor, the position of its grid in ``Manifest.grids``. It is empty if no grid divides a tensor of the
+    part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +201,8 @@ class Manifest:
     """The chunks of the index, in the order of the index file."""
     index_bytes: int
     """The size of the index file in bytes."""
+    grids: tuple[Sections, ...] = ((),)
+    """The sections of the grids of tensors. The ids of grids are positions in it. The first one divides nothing."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """The name in ``names`` that each further name of a tensor stands for."""
     state: bytes = b"\xc0"
@@ -206,6 +214,12 @@ class Manifest:
     def name_ids(self) -> dict[str, int]:
         """The position in ``names`` of each name."""
         return {name: i for i, name in enumerate(self.names)}
+
+    def grid(self, part_id: int, row: int) -> Grid:
+        """Returns the grid of the tensor in a row of a part."""
+        part = self.parts[part_id]
+        grid_id = part.grid_ids[row] if part.grid_ids else 0
+        return Grid(self.shapes[part.shape_ids[row]], self.grids[grid_id])
 
     @cached_property
     def part_ids(self) -> dict[str, int]:
@@ -248,11 +262,12 @@ class Manifest:
 
 def encode(manifest: Manifest) -> bytes:
     """Returns the bytes of ``manifest.msgpack``. Raises FormatError (M004) if there are too many."""
-    shared = manifest.files.shared
+    shared, has_grids = manifest.files.shared, len(manifest.grids) > 1
+    features = [*([SHARED_FILES] if shared else []), *([BOX] if has_grids else [])]
     body = msgpack.packb(
         {
             "version": VERSION,
-            "requires": [SHARED_FILES] if shared else [],
+            "requires": features,
             "save_id": manifest.save_id,
             "step": manifest.step,
             "world_size": manifest.world_size,
@@ -262,6 +277,7 @@ def encode(manifest: Manifest) -> bytes:
             "shapes": manifest.shapes,
             "parts": [
                 {"name": p.name, "layout": p.layout_id, "names": p.name_ids, "shapes": p.shape_ids, "dtypes": p.dtypes}
+                | ({"grids": p.grid_ids} if p.grid_ids else {})
                 for p in manifest.parts
             ],
             "aliases": dict(manifest.aliases),
@@ -281,6 +297,7 @@ def encode(manifest: Manifest) -> bytes:
             },
             "state": manifest.state,
             **({"shared": shared} if shared else {}),
+            **({"grids": list(map(packed_sections, manifest.grids))} if has_grids else {}),
         }
     )
     raw: bytes = msgpack.packb([_MAGIC, VERSION, digest(body), body])
@@ -290,7 +307,7 @@ def encode(manifest: Manifest) -> bytes:
 
 
 def decode(raw: bytes) -> Manifest:
-    """Parses the bytes of ``manifest.msgpack`` and checks them. Raises FormatError (M001 to M014, N001 to N004,
+    """Parses the bytes of ``manifest.msgpack`` and checks them. Raises FormatError (M001 to M015, N001 to N004,
     S003)."""
     if len(raw) > MANIFEST_BYTES_MAX:
         raise broken("M004", f"it is {len(raw)} bytes long", file=names.MANIFEST)
@@ -317,7 +334,8 @@ def decode(raw: bytes) -> Manifest:
         block_bytes=block_bytes,
         names=tuple(get.strings("names")),
         shapes=tuple(tuple(shape) if is_shape(shape) else _bad_shape(shape) for shape in get.array("shapes")),
-        parts=tuple(_part(value) for value in get.array("parts")),
+        grids=tuple(map(_grid, get.array("grids"))) if BOX in requires else ((),),
+        parts=tuple(_part(value, has_grids=BOX in requires) for value in get.array("parts")),
         files=_files(get.map("files"), get.map("shared") if SHARED_FILES in requires else None, save_id),
         digests=tuple(_digest(value) for value in get.array("digests")),
         chunks=_chunks(get.map("chunks")),
@@ -327,6 +345,8 @@ def decode(raw: bytes) -> Manifest:
         writer=get.string_map("writer"),
     )
     _check(manifest)
+    if BOX in requires and not any(any(part.grid_ids) for part in manifest.parts):
+        raise broken("M015", f"needs {BOX}, and no grid divides a tensor", file=names.MANIFEST)
     return manifest
 
 
@@ -386,6 +406,14 @@ def _bad_shape(shape: object) -> tuple[int, ...]:
     raise broken("M008", f"shape {reprlib.repr(shape)}", file=names.MANIFEST)
 
 
+def _grid(value: object) -> Sections:
+    """Returns the sections of a grid. Raises FormatError (M015)."""
+    sections = unpacked_sections(value)
+    if sections is None:
+        raise broken("M015", f"grid {reprlib.repr(value)}", file=names.MANIFEST)
+    return sections
+
+
 def _digest(value: object) -> bytes:
     """Returns ``value`` if it is a digest. Raises FormatError (M005) if it is not."""
     if not (isinstance(value, bytes) and len(value) == DIGEST_BYTES):
@@ -393,7 +421,7 @@ def _digest(value: object) -> bytes:
     return value
 
 
-def _part(value: object) -> Part:
+def _part(value: object, *, has_grids: bool) -> Part:
     """Returns a part from its map in the manifest. Raises FormatError (M005, M009, M010, N003)."""
     if not isinstance(value, dict):
         raise broken("M005", "a part that is not a map", file=names.MANIFEST)
@@ -406,8 +434,9 @@ def _part(value: object) -> Part:
         tuple(get.integers("names")),
         tuple(get.integers("shapes")),
         tuple(get.strings("dtypes")),
+        tuple(get.integers("grids")) if has_grids and "grids" in get.values else (),
     )
-    if not len(part.name_ids) == len(part.shape_ids) == len(part.dtypes):
+    if len({len(part.name_ids), len(part.shape_ids), len(part.dtypes), len(part.grid_ids or part.name_ids)}) > 1:
         raise broken("M010", f"the columns of part {name} differ in length", file=names.MANIFEST)
     if any(a >= b for a, b in pairwise(part.name_ids)):
         raise broken("M010", f"the name ids of part {name} are not ascending", file=names.MANIFEST)
@@ -472,6 +501,11 @@ def _check(m: Manifest) -> None:
                 raise broken("M010", f"part {part.name} has shape id {shape_id} of {len(m.shapes)}", file=where)
             if math.prod(m.shapes[shape_id]) * ITEM_BYTES[dtype] > TENSOR_BYTES_MAX:
                 raise broken("M008", f"shape {m.shapes[shape_id]} of {dtype}", file=where)
+        for shape_id, grid_id in set(zip(part.shape_ids, part.grid_ids, strict=False)):
+            if grid_id >= len(m.grids) or not fits(m.grids[grid_id], m.shapes[shape_id]):
+                raise broken("M015", f"part {part.name}: grid {grid_id} of shape {m.shapes[shape_id]}", file=where)
+    if m.grids[:1] != ((),) or not all(m.grids[1:]):
+        raise broken("M015", "the first grid, and only this one, has to divide nothing", file=where)
     files = m.files
     if files and not (
         max(files.rank) < m.world_size and max(files.part_id) < len(m.parts) and max(files.tier) < len(Tier)

@@ -101,10 +101,11 @@ def check_save_id(save_id: object, *, file: str | None = None) -> None:
         raise broken("N004", f"save id {save_id!r}", file=file)
 
 
-def piece_name(name: str, start: int, stop: int, numel: int) -> str:
+def piece_name(name: str, start: int, stop: int, numel: int, *, divided: bool = False) -> str:
     """Returns the name of a piece in a data file: the name of its tensor if the piece is the whole tensor, which has
-    ``numel`` elements, and otherwise ``<name>@<start>:<stop>``."""
-    return name if (start, stop) == (0, numel) else f"{name}@{start}:{stop}"
+    ``numel`` elements, and otherwise ``<name>@<start>:<stop>``. ``divided``: whether the tensor has a grid that divides
+    it. Then its elements are not in the order of its shape, so each of its pieces has the second form."""
+    return name if (start, stop) == (0, numel) and not divided else f"{name}@{start}:{stop}"
 
 
 def split_piece_name(entry: str) -> tuple[str, int, int] | None:

@@ -73,6 +73,7 @@ _RULES = (
         "M014",
         "The shared files MUST be listed once each, in ascending order, under the id of the save that wrote them.",
     ),
+    Rule("M015", "A grid MUST have each index of each dimension once, and MUST fit the shapes of its tensors."),
     # Index
     Rule("I001", "`index.bin` MUST be exactly `index_bytes` bytes long.", SizeError),
     Rule("I002", "A chunk MUST have the digest that the manifest gives.", DigestError),

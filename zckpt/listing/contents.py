@@ -24,7 +24,7 @@ from zckpt.format.dtypes import ITEM_BYTES, TORCH_NAMES
 from zckpt.format.limits import DIGEST_TABLE_BYTES_MAX, TREE_BYTES_MAX
 from zckpt.format.names import Tier
 from zckpt.format.rules import broken
-from zckpt.geometry import all_of, ragged
+from zckpt.geometry import ragged
 from zckpt.listing.files import digest_counts
 from zckpt.plan.catalog import run_of, tensor_counts
 from zckpt.plan.reshard import FilePieces, StoredPieces, choose_copies
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from zckpt.format.data_file import Header
     from zckpt.format.index import Layout, Piece
     from zckpt.format.manifest import File, Manifest
-    from zckpt.geometry import Ints
+    from zckpt.geometry import Grid, Ints
     from zckpt.storage.contract import Reader, Store
 
 
@@ -54,7 +54,8 @@ they are put in order."""
 
 @dataclass(frozen=True, slots=True)
 class PieceInfo:
-    """A piece of a tensor: the elements ``[start, stop)`` in row-major order, and where they are stored."""
+    """A piece of a tensor: the elements ``[start, stop)``, and where they are stored. The elements are counted in
+    row-major order, or, if tensor parallelism has divided the tensor, in the order that the manifest gives."""
 
     rank: int
     """The rank that wrote the piece."""
@@ -277,7 +278,7 @@ class Contents(Mapping[str, TensorInfo]):
         part_id, row = info._place
         number = int(self._chunks_of(np.array([part_id]), np.array([row]))[0])
         first_row = self.manifest.chunks[number].first_row
-        return index_format.pieces(self.chunk(number), row - first_row, all_of(info.shape).grid)
+        return index_format.pieces(self.chunk(number), row - first_row, self.grid(info))
 
     def _chunks_of(self, parts: Ints, rows: Ints) -> Ints:
         """Returns for each row of a part the number of the chunk that has it."""
@@ -400,6 +401,10 @@ class Contents(Mapping[str, TensorInfo]):
             Holders(pieces, ranks, first, last, tuple(tier.label for tier in Tier if tiers >> tier & 1))
             for pieces, ranks, first, last, tiers in zip(*(column.tolist() for column in columns), strict=True)
         ]
+
+    def grid(self, info: TensorInfo) -> Grid:
+        """Returns the grid of a tensor. Its pieces are in the order of this grid."""
+        return self.manifest.grid(*info._place)
 
     def stored(self, infos: Sequence[TensorInfo], copies: Sequence[int | None], rank: int | None) -> StoredPieces:
         """Returns the pieces of one copy of each tensor: the copy that ``copies`` names, or, where that is None, the

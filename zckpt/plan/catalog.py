@@ -14,6 +14,7 @@ from zckpt.errors import RankError, UnsupportedError
 from zckpt.format import index as index_format
 from zckpt.format import manifest as manifest_format
 from zckpt.format import tree
+from zckpt.format.data_file import packed_sections
 from zckpt.format.digest import DIGEST_BYTES
 from zckpt.format.index import Layout
 from zckpt.format.limits import INDEX_PIECES_MAX
@@ -29,11 +30,11 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from zckpt.geometry import Ints
+    from zckpt.geometry import Ints, Sections
     from zckpt.plan.layout import DataFilePlan
 
-Tensor = tuple[str, tuple[int, ...], str]
-"""The name, the shape and the dtype of a tensor."""
+Tensor = tuple[str, tuple[int, ...], str, "Sections"]
+"""The name, the shape and the dtype of a tensor, and the sections of its grid."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +84,7 @@ def rank_record(rank: int, plans: Iterable[DataFilePlan], digest: bytes = bytes(
         fragments, pieces = plan.fragments, plan.pieces
         table = np.array(
             [
-                [tensors.setdefault((f.name, f.shape, f.dtype), len(tensors)) for f in fragments],
+                [tensors.setdefault((f.name, f.shape, f.dtype, f.span.grid.sections), len(tensors)) for f in fragments],
                 [f.span.start for f in fragments],
                 [f.span.stop for f in fragments],
                 [f.copy for f in fragments],
@@ -133,7 +134,8 @@ def unpack(raws: Iterable[bytes]) -> list[RankRecord]:
 
 
 class _Tensors:
-    """The tensors that the ranks have recorded, numbered from 0. A tensor is a name with a shape and a dtype."""
+    """The tensors that the ranks have recorded, numbered from 0. A tensor is a name with a shape, a dtype and a
+    grid."""
 
     def __init__(self) -> None:
         self.ids: dict[Tensor, int] = {}
@@ -143,7 +145,7 @@ class _Tensors:
     def add(self, tensors: tuple[Tensor, ...]) -> Ints:
         """Returns the numbers of ``tensors``. Tensors that are new get the next numbers."""
         if tensors != self._known[0]:  # most ranks have the same tensors as the rank before
-            for name, _, _ in tensors:
+            for name, *_ in tensors:
                 self.name_ids.setdefault(name, len(self.name_ids))
             numbers = [self.ids.setdefault(tensor, len(self.ids)) for tensor in tensors]
             self._known = tensors, np.array(numbers, np.int64)
@@ -165,11 +167,10 @@ def _layout(part: str, columns: Sequence[Ints], tensors: Sequence[Tensor], name_
     differs = np.flatnonzero(tensor[order] != np.repeat(row_tensor, count))
     if len(differs):
         pair = (differs[0], first[np.searchsorted(first, differs[0], "right") - 1])
-        (label, shape, dtype), (_, other_shape, other_dtype) = (tensors[tensor[order[at]]] for at in pair)
+        (label, *one), (_, *other) = (tensors[tensor[order[at]]] for at in pair)
         this_rank, other_rank = (int(rank[order[at]]) for at in pair)
         raise RankError(
-            f"{part}/{label} is {dtype} {list(shape)} on rank {this_rank}, "
-            f"{other_dtype} {list(other_shape)} on rank {other_rank}",
+            f"{part}/{label} is {_described(*one)} on rank {this_rank}, {_described(*other)} on rank {other_rank}",
             key=f"{part}/{label}",
             rank=this_rank,
         )
@@ -180,6 +181,11 @@ def _layout(part: str, columns: Sequence[Ints], tensors: Sequence[Tensor], name_
         label = tensors[tensor[order][np.argmax(wrong)]][0]
         raise broken("I005", "the pieces of all ranks leave a gap or overlap", key=f"{part}/{label}")
     return layout, row_tensor
+
+
+def _described(shape: tuple[int, ...], dtype: str, sections: Sections) -> str:
+    """Returns a phrase for an error about a tensor."""
+    return f"{dtype} {list(shape)}" + (f" in the sections {packed_sections(sections)}" if sections else "")
 
 
 def _wrong_starts(layout: Layout, name: Ints, copy: Ints, start: Ints, numel: Ints) -> NDArray[np.bool]:
@@ -234,9 +240,10 @@ def catalog(rank_records: Sequence[RankRecord], save_id: str, metadata: SaveMeta
             size = (data_file.nbytes, data_file.data_start)
             files.append(File(record.rank, part_id, data_file.tier, *size, data_file.first_block, data_file.origin))
     tensors, names = list(numbered.ids), tuple(numbered.name_ids)
-    name_of = np.array([numbered.name_ids[name] for name, _, _ in tensors], np.int64)
+    name_of = np.array([numbered.name_ids[name] for name, *_ in tensors], np.int64)
     layouts: list[Layout] = []
     shapes: dict[tuple[int, ...], int] = {}
+    grids: dict[Sections, int] = {(): 0}
     manifest_parts: list[Part] = []
     for part, rows in parts.items():
         columns = [np.concatenate(column) for column in zip(*rows, strict=True)]
@@ -245,9 +252,12 @@ def catalog(rank_records: Sequence[RankRecord], save_id: str, metadata: SaveMeta
         if layout_id == len(layouts):
             layouts.append(layout)
         part_tensors = [tensors[number] for number in row_tensor.tolist()]
-        shape_ids = tuple(shapes.setdefault(shape, len(shapes)) for _, shape, _ in part_tensors)
-        dtypes = tuple(dtype for _, _, dtype in part_tensors)
-        manifest_parts.append(Part(part, layout_id, tuple(layout.name_id.tolist()), shape_ids, dtypes))
+        shape_ids = tuple(shapes.setdefault(shape, len(shapes)) for _, shape, _, _ in part_tensors)
+        dtypes = tuple(dtype for _, _, dtype, _ in part_tensors)
+        grid_ids = tuple(grids.setdefault(sections, len(grids)) for *_, sections in part_tensors)
+        if not any(grid_ids):
+            grid_ids = ()
+        manifest_parts.append(Part(part, layout_id, tuple(layout.name_id.tolist()), shape_ids, dtypes, grid_ids))
     index, chunks = index_format.encode(layouts)
     manifest = Manifest(
         save_id=save_id,
@@ -256,6 +266,7 @@ def catalog(rank_records: Sequence[RankRecord], save_id: str, metadata: SaveMeta
         block_bytes=metadata.block_bytes,
         names=names,
         shapes=tuple(shapes),
+        grids=tuple(grids),
         parts=tuple(manifest_parts),
         files=Files.of(files),
         digests=tuple(digests[rank] for rank in range(len(rank_records))),

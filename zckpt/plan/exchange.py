@@ -13,7 +13,7 @@ from zckpt.plan.reshard import piece_ranges
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from zckpt.geometry import Ints
+    from zckpt.geometry import Grid, Ints
     from zckpt.plan.reshard import StoredPieces, Wanted
 
 
@@ -96,6 +96,7 @@ class Messages:
 
 def plan_messages(
     held: StoredPieces,
+    grids: Sequence[Grid],
     wanted: Iterable[Wanted],
     item_bytes: Sequence[int],
     slices: SlicedFiles,
@@ -104,10 +105,11 @@ def plan_messages(
     """Plans what ``rank`` sends and receives.
 
     ``held`` has the elements of each tensor that the ranks hold. In it, ``file`` is the rank and ``offset`` is the
-    number of the rank's fragment. ``wanted`` has the elements of each tensor that are written. Their ``target_start``
-    is their place among the bytes of all files, counted as in ``slices.starts``, divided by ``item_bytes``.
-    ``item_bytes`` is the size in bytes of an element of each tensor in the files."""
-    held_ranges = piece_ranges(held, wanted, item_bytes)
+    number of the rank's fragment. ``grids`` has the grid of each tensor. ``wanted`` has the elements of each tensor
+    that are written. Their ``target_start`` is their place among the bytes of all files, counted as in
+    ``slices.starts``, divided by ``item_bytes``. ``item_bytes`` is the size in bytes of an element of each tensor in
+    the files."""
+    held_ranges = piece_ranges(held, grids, wanted, item_bytes)
     item = np.array(item_bytes, np.int64)[held_ranges.target]
     # Each range is cut where a slice ends, so there is a row for each slice that it has bytes of.
     first, stop = held_ranges.target_offset, held_ranges.target_offset + held_ranges.stop - held_ranges.start

@@ -23,7 +23,7 @@ from zckpt.state.inventory import ANY_TIME, FileRange, Fragment
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence
 
-    from zckpt.geometry import Ints
+    from zckpt.geometry import Ints, Sections
 
 HEADER, FILLER = -1, -2
 """The sources of the regions that are not pieces."""
@@ -140,6 +140,7 @@ def _plan_data_file(
     entries: list[tuple[str, str, tuple[int, ...], int, int]] = []
     sources = [HEADER]
     shapes: dict[str, tuple[int, ...]] = {}
+    sections: dict[str, Sections] = {}
     offset = 0
     long = long_runs(fragments, in_memory=in_memory)
     for number, fragment in enumerate(fragments):
@@ -152,7 +153,9 @@ def _plan_data_file(
                 offset += gap
         grid, start, stop = fragment.span
         shape, count = grid.shape, stop - start
-        name = piece_name(fragment.name, start, stop, math.prod(shape))
+        name = piece_name(fragment.name, start, stop, math.prod(shape), divided=bool(grid.sections))
+        if grid.sections:
+            sections[fragment.name] = grid.sections
         if name != fragment.name:
             shapes[fragment.name] = shape
             shape = (count,)
@@ -160,7 +163,7 @@ def _plan_data_file(
         entries.append((name, fragment.dtype, shape, offset, nbytes))
         sources.append(number)
         offset += nbytes
-    header = encode_header(data_file, entries, shapes)
+    header = encode_header(data_file, entries, shapes, sections)
     regions, blocks = _regions(sources, [len(header), *[entry[-1] for entry in entries]], block_bytes)
     nbytes = len(header) + offset
     return DataFilePlan(data_file, header, tuple(fragments), regions, nbytes, first_block, blocks)

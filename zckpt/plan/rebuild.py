@@ -12,7 +12,7 @@ from zckpt.format.digest import DIGEST_BYTES, blocks, digest
 from zckpt.format.limits import BLOCK_BYTES_MAX, BLOCK_BYTES_MIN
 from zckpt.format.names import split_piece_name
 from zckpt.format.rules import broken
-from zckpt.plan.catalog import FileRecord, PieceColumns, RankRecord
+from zckpt.plan.catalog import FileRecord, PieceColumns, RankRecord, Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -80,14 +80,16 @@ def rank_records(
     rank_records = []
     for rank, of_rank in sorted(files.items()):
         order = sorted(zip(first_blocks[rank], of_rank, strict=True), key=lambda pair: pair[0])
-        tensors: dict[tuple[str, tuple[int, ...], str], int] = {}
+        tensors: dict[Tensor, int] = {}
         columns, records = [], []
         for number, (first, file) in enumerate(order):
             header, rows = file.header, []
             for entry, block in zip(header.entries, header.first_blocks(block_bytes), strict=False):
                 if not entry.is_filler:
                     name, start, length = _piece(entry)
-                    tensor = tensors.setdefault((name, header.whole_shape(entry), entry.dtype), len(tensors))
+                    tensor = tensors.setdefault(
+                        (name, header.whole_shape(entry), entry.dtype, header.grid(entry).sections), len(tensors)
+                    )
                     data_file = header.data_file
                     copy = copies[data_file.part, name, rank, data_file.tier, start]
                     rows.append((tensor, start, start + length, copy, entry.offset, block))

@@ -56,7 +56,9 @@ class ReplicaSet:
     @classmethod
     def of(cls, fragments: Sequence[Fragment], digests: Sequence[bytes]) -> ReplicaSet:
         """Returns the set of these fragments. ``digests``: those of their values."""
-        layout = digest(msgpack.packb([(f.key, f.shape, f.dtype, f.span.start, f.span.stop) for f in fragments]))
+        layout = digest(
+            msgpack.packb([(f.key, f.shape, f.span.grid.sections, f.dtype, *f.span[1:]) for f in fragments])
+        )
         values = digest(b"".join(digests)) if all(digests) else b""
         return cls(layout, values, dict(zip((f.key for f in fragments), digests, strict=True)))
 

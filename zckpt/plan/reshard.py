@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from zckpt.geometry import Span, Spans, all_of, runs_in, spans_in_both
+from zckpt.geometry import Span, Spans, runs_in, spans_in_both
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from zckpt.format.data_file import Header
-    from zckpt.geometry import Ints
+    from zckpt.geometry import Grid, Ints
 
 
 class Wanted(NamedTuple):
@@ -99,11 +99,13 @@ def choose_copies(row: Ints, copy: Ints, holder: Ints, rank: int | None) -> Ints
     return np.where(chosen == none, 0, chosen)
 
 
-def piece_ranges(stored: StoredPieces, wanted: Iterable[Wanted], item_bytes: Sequence[int]) -> PieceRanges:
-    """Finds where the elements that are ``wanted`` are stored. ``item_bytes`` is the size in bytes of an element of
-    each request."""
+def piece_ranges(
+    stored: StoredPieces, grids: Sequence[Grid], wanted: Iterable[Wanted], item_bytes: Sequence[int]
+) -> PieceRanges:
+    """Finds where the elements that are ``wanted`` are stored. ``grids`` has the grid of the tensor of each request, in
+    whose order the tensor is stored, and ``item_bytes`` the size in bytes of an element of each request."""
     item_of_request = np.array(item_bytes, np.int64)
-    spans, target_start = _spans_of_tensors(wanted)
+    spans, target_start = _in_order_of(grids, wanted)
     numel = np.zeros(len(item_of_request), np.int64)
     np.maximum.at(numel, stored.tensor, stored.stop)
     # From here on, the columns have one item for each pair of a span and a piece that has elements of it.
@@ -122,18 +124,19 @@ def piece_ranges(stored: StoredPieces, wanted: Iterable[Wanted], item_bytes: Seq
     )
 
 
-def _spans_of_tensors(wanted: Iterable[Wanted]) -> tuple[Spans, Ints]:
-    """Returns the elements that are ``wanted`` as spans in row-major order, by the numbers of the requests, and the
-    first element of the target to which each span goes."""
+def _in_order_of(grids: Sequence[Grid], wanted: Iterable[Wanted]) -> tuple[Spans, Ints]:
+    """Returns the elements that are ``wanted`` as spans in the order in which they are stored, by the numbers of the
+    requests, and the first element of the target to which each span goes."""
     rows: list[tuple[int, int, int, int]] = []
+    tables = []
     for request, span, target_start in wanted:
-        if not span.grid.sections:
+        if span.grid == grids[request]:
             if span.start < span.stop:
                 rows.append((request, span.start, span.stop, target_start))
             continue
-        runs = (column.tolist() for column in runs_in(span, all_of(span.grid.shape).grid))
-        rows += ((request, start, start + numel, target_start + at) for at, start, numel in zip(*runs, strict=True))
-    *columns, target = np.array(rows, np.int64).reshape(-1, 4).T
+        at, start, numel = runs_in(span, grids[request])
+        tables.append(np.stack([np.full_like(at, request), start, start + numel, target_start + at], 1))
+    *columns, target = np.concatenate([np.array(rows, np.int64).reshape(-1, 4), *tables]).T
     return Spans(*columns), target
 
 

@@ -383,7 +383,7 @@ class Checkpoint(Mapping[str, TensorInfo]):
 
         Returns:
             A 1-D tensor for each piece, by ``(key, start, stop)``. It has the elements ``[start, stop)`` of the tensor,
-            in row-major order.
+            counted as in ``PieceInfo``.
 
         Raises:
             ZckptError: the tensors cannot be loaded. ``load`` lists these errors.
@@ -515,6 +515,7 @@ class Checkpoint(Mapping[str, TensorInfo]):
         infos, spans, tensors, copies = zip(*requests, strict=True)
         stored_ranges = piece_ranges(
             self.contents.stored(infos, copies, rank),
+            list(map(self.contents.grid, infos)),
             map(Wanted, itertools.count(), spans),
             [info.item_bytes for info in infos],
         )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from zckpt.geometry import Span, all_of, cut_at_blocks
+from zckpt.geometry import Span, cut_at_blocks
 from zckpt.reading.checkpoint import HOST, ReadRequest
 from zckpt.transfer.memory import fresh_tensor
 
@@ -88,7 +88,9 @@ def stretches(checkpoint: Checkpoint, infos: Sequence[TensorInfo]) -> Iterator[S
     stored = checkpoint.contents.stored_each(infos, [0] * len(infos))
     for number, (info, pieces) in enumerate(zip(infos, stored, strict=True)):
         block_items = checkpoint.manifest.block_bytes // info.item_bytes
-        for span in cut_at_blocks(all_of(info.shape), pieces.start, block_items, blocks_max * block_items):
+        for span in cut_at_blocks(
+            checkpoint.contents.grid(info).all, pieces.start, block_items, blocks_max * block_items
+        ):
             yield Stretch(number, span)
 
 

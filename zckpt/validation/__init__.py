@@ -5,7 +5,7 @@ itself.
 
 | rules | checked for every reader by | checked by validation alone in |
 | --- | --- | --- |
-| M001 to M014, N001 to N004, S003 of the manifest | ``format/manifest.py`` | |
+| M001 to M015, N001 to N004, S003 of the manifest | ``format/manifest.py`` | |
 | L001 | ``format/names.py``, ``listing/runs.py`` | |
 | I001 to I007 | ``format/index.py`` | ``index_checks.py``: I001, and I007 for all pieces at once |
 | F001 to F003 | the store's reader, ``listing/contents.py`` | |

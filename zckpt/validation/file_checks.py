@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from functools import partial
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from zckpt.format.data_file import Entry, Header
     from zckpt.format.digest import ReadFile
     from zckpt.format.manifest import Manifest
+    from zckpt.geometry import Grid
     from zckpt.listing.contents import Contents
     from zckpt.plan.coalesce import ReadOp
     from zckpt.plan.reshard import FilePieces
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from zckpt.transfer.staging import StagingPool
     from zckpt.validation.values import Values
 
-_Piece = tuple[str, str, tuple[int, ...], int, int]
+_Piece = tuple[str, str, "Grid", int, int]
 """A piece, for the comparison of a header with the index: its name in the file, its dtype, the shape of the whole
 tensor, its offset in bytes, and the number of its first block."""
 
@@ -91,7 +91,7 @@ def _check_pieces(header: Header, pieces: FilePieces, number: int, manifest: Man
     """Raises FormatError (S007) unless a header has the pieces that the index and the manifest list for the data
     file."""
     in_header: list[_Piece] = [
-        (entry.name, entry.dtype, header.whole_shape(entry), entry.offset, block)
+        (entry.name, entry.dtype, header.grid(entry), entry.offset, block)
         for entry, block in zip(header.entries, header.first_blocks(manifest.block_bytes), strict=False)
         if not entry.is_filler
     ]
@@ -105,12 +105,13 @@ def _check_pieces(header: Header, pieces: FilePieces, number: int, manifest: Man
 
 def _listed(pieces: FilePieces, number: int, manifest: Manifest) -> Iterator[_Piece]:
     """Yields the pieces that the index and the manifest list for a data file."""
-    part = manifest.parts[manifest.files[number].part_id]
+    part_id = manifest.files[number].part_id
+    part = manifest.parts[part_id]
     columns = (pieces.tensor, pieces.start, pieces.stop, pieces.offset, pieces.block)
     for row, start, stop, offset, block in zip(*(column.tolist() for column in columns), strict=True):
-        shape = manifest.shapes[part.shape_ids[row]]
-        name = piece_name(manifest.names[part.name_ids[row]], start, stop, math.prod(shape))
-        yield name, part.dtypes[row], shape, offset, block
+        grid, name = manifest.grid(part_id, row), manifest.names[part.name_ids[row]]
+        name = piece_name(name, start, stop, grid.numel, divided=bool(grid.sections))
+        yield name, part.dtypes[row], grid, offset, block
 
 
 def _check_table(

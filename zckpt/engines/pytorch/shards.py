@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from zckpt import geometry
 from zckpt.engines.tensors import local_of
+from zckpt.geometry import all_of, box_of
 
 if TYPE_CHECKING:
     import torch
@@ -25,39 +25,31 @@ def is_sharded(tensor: torch.Tensor) -> bool:
     return local_of(tensor) is not tensor
 
 
-def bounds_of(tensor: Any) -> list[tuple[int, int]]:
-    """Returns for each dimension of a tensor the first index that this rank holds, and the number of indices. Raises
-    ValueError, with the end of a sentence about the tensor, if this cannot be told."""
-    bounds: list[tuple[int, int]] = [(0, size) for size in tensor.shape]
+def span_of(tensor: Any) -> Span:
+    """Returns the elements of a tensor that this rank holds, in the order of its local tensor. Raises ValueError, with
+    the end of a sentence about the tensor, if this cannot be told."""
     if not is_sharded(tensor):
-        return bounds
-    mesh, placements = tensor.device_mesh, tensor.placements
+        return all_of(tensor.shape)
+    shape, mesh, placements = tuple(tensor.shape), tensor.device_mesh, tensor.placements
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         raise ValueError("lies on a mesh to which this rank does not belong")
-    for dim in sorted(range(mesh.ndim), key=lambda dim: _is_strided(placements[dim])):
-        placement = placements[dim]
+    # For each dimension of the tensor, the first index and the size of each chunk, and which of them this rank holds.
+    chunks: list[list[tuple[int, int]]] = [[(0, size)] for size in shape]
+    own = [0] * len(shape)
+    for mesh_dim in sorted(range(mesh.ndim), key=lambda dim: _is_strided(placements[dim])):
+        placement = placements[mesh_dim]
         if placement.is_partial():
             raise ValueError("is a Partial DTensor, whose values are not summed yet")
         if not placement.is_replicate():
-            first, size = bounds[placement.dim]
-            bounds[placement.dim] = _chunk(first, size, mesh.size(dim), coordinate[dim])
-    local, shape = list(local_of(tensor).shape), [size for _, size in bounds]
-    if local != shape and not (0 in local and 0 in shape):
+            count, dim = mesh.size(mesh_dim), placement.dim
+            chunks[dim] = [_chunk(first, size, count, index) for first, size in chunks[dim] for index in range(count)]
+            own[dim] = own[dim] * count + coordinate[mesh_dim]
+    bounds = [of_dim[index] for of_dim, index in zip(chunks, own, strict=True)]
+    local, held = list(local_of(tensor).shape), [size for _, size in bounds]
+    if local != held and not (0 in local and 0 in held):
         raise ValueError(f"has a local shape of {local}, which is not that of its placements {placements}")
-    return bounds
-
-
-def span_of(tensor: Any) -> Span:
-    """Returns the span of the elements of the whole tensor that this rank holds. Raises ValueError, with the end of a
-    sentence about the tensor, if they are not one span."""
-    span = geometry.span_of(tensor.shape, bounds_of(tensor))
-    if span.grid.sections:
-        raise ValueError(
-            "is cut in another dimension than its first one, as row-wise tensor parallelism does it: zckpt cannot save "
-            "such a tensor yet"
-        )
-    return span
+    return box_of(shape, chunks, bounds)
 
 
 def replica_set(tensor: Any, ranks: int) -> str:
