@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 
 import numpy as np
 
-from zckpt.errors import MismatchError
+from zckpt.errors import MismatchError, UnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -35,6 +35,11 @@ if TYPE_CHECKING:
     Sections = tuple[tuple[Section, ...], ...]
     """The sections of each dimension of a grid. A dimension that is not divided has none. If no dimension is divided,
     the whole tuple is empty."""
+
+
+RUNS_MAX = 1 << 26
+"""The most runs of adjacent elements in which the elements of one order are looked for in another one. Each takes about
+100 bytes of memory while a read is planned."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -218,13 +223,20 @@ class Runs(NamedTuple):
 def runs_in(span: Span, grid: Grid) -> Runs:
     """Returns where the elements of ``span`` lie in the order of ``grid``, another grid of the same tensor. In the
     result, the first memory has the elements of ``span``, and the second one all elements in the order of ``grid``. The
-    runs are in the order of ``span``."""
+    runs are in the order of ``span``. Raises UnsupportedError if there are too many for the memory."""
     if span.grid == grid or not span.numel:
         count = min(span.numel, 1)
         return Runs(*(np.full(count, number, np.int64) for number in (0, span.start, span.numel)))
     starts = _box_starts(span.grid)
     boxes = range(int(np.searchsorted(starts, span.start, "right")) - 1, int(np.searchsorted(starts, span.stop)))
-    of_boxes = [_box_in(span.grid, number, grid) for number in boxes]
+    tables = [_tables(span.grid, number, grid) for number in boxes]
+    count = sum(_count(of_box) for of_box in tables)
+    if count > RUNS_MAX:
+        raise UnsupportedError(
+            f"a tensor of shape {list(grid.shape)} would be read in {count:,} runs of adjacent elements",
+            hint="read it in smaller slices",
+        )
+    of_boxes = [_box_in(of_box, grid.shape) for of_box in tables]
     one, other, numel = map(np.concatenate, zip(*of_boxes, strict=True))
     one += np.repeat(starts[boxes.start : boxes.stop], [len(runs.one) for runs in of_boxes]) - span.start
     before = np.maximum(-one, 0)  # how many elements of each run come before the span
@@ -237,13 +249,24 @@ def runs_in(span: Span, grid: Grid) -> Runs:
     return Runs(one[first], other[first], np.add.reduceat(numel, first))
 
 
-def _box_in(own: Grid, number: int, other: Grid) -> Runs:
-    """Returns where the elements of box ``number`` of ``own`` lie in the order of ``other``. The first memory has the
-    elements of the box."""
-    tables = _tables(own, number, other)
-    dims = len(tables)
-    # Beyond the last dimension in which the sections differ, all elements are adjacent in both memories.
-    inner = next((dim for dim in range(dims, 0, -1) if not tables[dim - 1].is_same), 0)
+def _count(tables: Sequence[_Table]) -> int:
+    """Returns how many runs ``_box_in`` returns."""
+    inner = _inner(tables)
+    if not inner:
+        return 1
+    return math.prod(table.own_size for table in tables[: inner - 1]) * len(tables[inner - 1].own)
+
+
+def _inner(tables: Sequence[_Table]) -> int:
+    """Returns the number of the first dimensions, up to the last one in which the sections differ. Beyond them, all
+    elements are adjacent in both memories."""
+    return next((dim for dim in range(len(tables), 0, -1) if not tables[dim - 1].is_same), 0)
+
+
+def _box_in(tables: Sequence[_Table], shape: Sequence[int]) -> Runs:
+    """Returns where the elements of a box lie in the order of another grid. The first memory has the elements of the
+    box. ``tables``: those of the box. ``shape``: that of the tensor."""
+    dims, inner = len(tables), _inner(tables)
     # The columns get an item for each run, while the dimensions are added from the last one to the first one.
     place, before, local, numel, size = (np.full(1, start, np.int64) for start in (0, 0, 0, 1, 1))
     own_size = 1
@@ -251,7 +274,7 @@ def _box_in(own: Grid, number: int, other: Grid) -> Runs:
         table = tables[dim] if dim >= inner - 1 else tables[dim].of_each_index()
         place = (table.own[:, None] * own_size + place).ravel()
         numel = (table.numel[:, None] * numel).ravel()
-        before = (table.before[:, None] * math.prod(other.shape[dim + 1 :]) + table.size[:, None] * before).ravel()
+        before = (table.before[:, None] * math.prod(shape[dim + 1 :]) + table.size[:, None] * before).ravel()
         local = (table.other[:, None] * size + local).ravel()
         size = (table.size[:, None] * size).ravel()
         own_size *= table.own_size

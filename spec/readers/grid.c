@@ -27,7 +27,11 @@ void add_number(Grid *g, uint64_t number) {
     g->empty = false;
 }
 
-void end_dimension(Grid *g) { g->bad |= g->half || (g->sections && g->empty); }
+void end_dimension(Grid *g) {
+    g->bad |= g->half || (g->sections && g->empty) || g->sections > MEBI;
+    g->boxes = (g->boxes ? g->boxes : 1) * (g->sections && !g->bad ? g->sections : 1);
+    g->bad |= g->boxes > MEBI;
+}
 
 static int compare_intervals(const void *a, const void *b) {
     const Interval *x = a, *y = b;

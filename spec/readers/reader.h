@@ -134,6 +134,7 @@ typedef struct {
     Interval *intervals; /* All intervals, as the grid lists them. */
     size_t count, room;
     uint64_t sections; /* The number of sections of the last dimension. */
+    uint64_t boxes;    /* The number of boxes, or 0 until there is a dimension. */
     bool divided, half, empty, bad;
 } Grid;
 void add_dimension(Grid *g);

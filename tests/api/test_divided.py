@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from typing import TYPE_CHECKING
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -11,9 +12,13 @@ import torch
 
 import zckpt
 from tests.support.independent_reader import Reader
-from tests.support.states import Written, same_all, write_state
-from zckpt.geometry import slice_of
+from tests.support.states import Written, fragment, same_all, write_state
+from zckpt import geometry
+from zckpt.geometry import Grid, slice_of
+from zckpt.plan import catalog
 from zckpt.reading.statistics import statistics, stretches
+from zckpt.testing.fragments import write_fragments
+from zckpt.validation.values import derived_weights
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -86,3 +91,23 @@ def test_slices_that_are_consecutive_are_spans_in_row_major_order() -> None:
     _, span = slice_of(numbers.shape, (slice(1, 2), slice(1, 3)))
     assert span.grid.sections == ()
     assert numbers.ravel()[span.start : span.stop].tolist() == numbers[1:2, 1:3].ravel().tolist()
+
+
+def test_more_runs_than_memory_allows_are_refused(written: Written) -> None:
+    with mock.patch.object(geometry, "RUNS_MAX", 0), pytest.raises(zckpt.UnsupportedError, match="smaller slices"):
+        zckpt.open(written.path).load()
+
+
+def test_weights_are_compared_with_masters_in_the_same_order_only(tmp_path: Path) -> None:
+    value = torch.randn(4, 6)
+    grid = Grid((4, 6), ((), (((0, 2),), ((2, 4),))))
+    for number, (of_master, same) in enumerate([(grid, True), (Grid((4, 6)), False)]):
+        fragments = [
+            fragment("master", "w", value, 0, 24, grid=of_master),
+            fragment("param", "w", value.bfloat16(), 0, 24, grid=grid),
+        ]
+        metadata = catalog.SaveMetadata(1, 4096, {}, b"\xc0", {})
+        write_fragments(str(tmp_path / str(number)), [fragments], metadata)
+        checkpoint = zckpt.open(tmp_path / str(number))
+        assert derived_weights(checkpoint.contents) == ({"w": "BF16"} if same else {})
+        assert zckpt.validate(tmp_path / str(number)).ok

@@ -43,6 +43,7 @@ LIMITS: dict[str, int | tuple[int, int]] = {
     "chunks, counted once for each part": limits.INDEX_CHUNKS_MAX,
     "pieces in all chunks, counted once for each part": limits.INDEX_PIECES_MAX,
     "digest table": limits.DIGEST_TABLE_BYTES_MAX,
+    "boxes of a grid": limits.BOXES_MAX,
     "`latest`": limits.LATEST_BYTES_MAX,
     "name of a tensor": limits.NAME_BYTES_MAX,
     "name of a part": 64,

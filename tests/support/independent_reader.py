@@ -139,7 +139,7 @@ def valid_grid(grid, shape):
         )
         if dim and not (whole and len(ends) > 2 and (shape is None or ends[-1] == shape[number])):
             return False
-    return any(grid) or grid == []
+    return (any(grid) and math.prod(len(dim) or 1 for dim in grid) <= 2**20) or grid == []
 
 
 def order(grid, shape):

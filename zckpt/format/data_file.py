@@ -17,7 +17,7 @@ from zckpt.errors import FormatError
 from zckpt.format import names
 from zckpt.format.digest import block_count
 from zckpt.format.dtypes import ITEM_BYTES
-from zckpt.format.limits import DATA_ALIGNMENT_BYTES, HEADER_BYTES_MAX, NDIM_MAX, TENSOR_BYTES_MAX
+from zckpt.format.limits import BOXES_MAX, DATA_ALIGNMENT_BYTES, HEADER_BYTES_MAX, NDIM_MAX, TENSOR_BYTES_MAX
 from zckpt.format.rules import broken
 from zckpt.geometry import Grid
 
@@ -343,6 +343,8 @@ def unpacked_sections(value: object) -> Sections | None:
         if of_dim and len(intervals) < 2:
             return None
         sections.append(tuple(tuple(zip(section[::2], section[1::2], strict=True)) for section in of_dim))
+    if math.prod(len(of_dim) or 1 for of_dim in sections) > BOXES_MAX:
+        return None
     return tuple(sections) if any(sections) or not value else None
 
 

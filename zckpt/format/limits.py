@@ -31,6 +31,8 @@ NAMES_MAX = 1 << 22
 """The most names of tensors, the most aliases, and the largest id of a layout."""
 NDIM_MAX = 64
 """The most dimensions of a tensor."""
+BOXES_MAX = 1 << 20
+"""The most boxes of a grid."""
 TENSOR_BYTES_MAX = (1 << 62) - 1
 """The most bytes of one tensor. The sum of two such numbers still fits a signed 64-bit integer."""
 WORLD_SIZE_MAX = 1 << 20

@@ -19,6 +19,7 @@ from zckpt.validation.report import Observation
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from zckpt.geometry import Grid
     from zckpt.listing.contents import Contents
     from zckpt.storage.buffers import Bytes
 
@@ -87,24 +88,27 @@ def derived_weights(contents: Contents) -> dict[str, str]:
     """Returns the dtypes of the weights that have to equal their rounded master weights, by the names of the tensors.
 
     There is exactly one copy of each of them, and exactly one of its master. The dtype has 16 bits, and that of the
-    master 32 or 64.
+    master 32 or 64. Both are stored in the same order.
     """
     manifest = contents.manifest
     dtypes: dict[str, dict[str, str]] = {MASTER: {}, PARAM: {}}
+    grids: dict[str, dict[str, Grid]] = {MASTER: {}, PARAM: {}}
     stored = [np.zeros(len(part.name_ids)) for part in manifest.parts]
     rows = [np.arange(len(part.name_ids) if part.name in dtypes else 0) for part in manifest.parts]
     for pieces in contents.pieces_of_parts(rows):
         np.add.at(stored[pieces.part_id[0]], pieces.tensor, pieces.numel)
-    for part, numels in zip(manifest.parts, stored, strict=True):
-        by_name = dtypes.get(part.name, {})
-        for row, numel in enumerate(numels.tolist()):
-            if numel == math.prod(manifest.shapes[part.shape_ids[row]]):
-                by_name[manifest.names[part.name_ids[row]]] = part.dtypes[row]
+    for part_id, (part, numels) in enumerate(zip(manifest.parts, stored, strict=True)):
+        for row, numel in enumerate(numels.tolist() if part.name in dtypes else ()):
+            grid, name = manifest.grid(part_id, row), manifest.names[part.name_ids[row]]
+            if numel == grid.numel:
+                dtypes[part.name][name], grids[part.name][name] = part.dtypes[row], grid
     weights, masters = dtypes[PARAM], dtypes[MASTER]
     return {
         name: dtype
         for name, dtype in weights.items()
-        if dtype in ("F16", "BF16") and masters.get(name) in ("F32", "F64")
+        if dtype in ("F16", "BF16")
+        and masters.get(name) in ("F32", "F64")
+        and grids[PARAM][name] == grids[MASTER][name]
     }
 
 
