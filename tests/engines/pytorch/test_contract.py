@@ -79,6 +79,11 @@ class TestFsdp2WithTensorParallelism(TestFsdp2):
 
 
 @pytest.mark.matrix
+class TestFsdp2WithRowWiseParallelism(TestFsdp2WithTensorParallelism):
+    setup: ClassVar = {"layout": "rows"}
+
+
+@pytest.mark.matrix
 class TestFsdp2Wrapped(TestFsdp2):
     other_ranks = ()
     setup: ClassVar = {"layout": "fsdp", "mixed": True, "wrapped": True, "optimizer": "amsgrad"}
