@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.support.grids import grids, order_of
 from zckpt.errors import MismatchError
-from zckpt.geometry import Grid, Span, Spans, all_of, joined, ragged, runs_in, slice_of, spans_in_both
+from zckpt.geometry import Grid, Span, Spans, all_of, box_of, joined, ragged, runs_in, slice_of, spans_in_both
 
 SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 
@@ -61,6 +61,28 @@ def test_slices_are_what_numpy_gives() -> None:
     for index in wrong:
         with pytest.raises(MismatchError):
             slice_of((4, 4), index)
+
+
+@given(st.data(), SHAPES)
+def test_chunks_of_all_ranks_are_boxes_of_one_grid(data: st.DataObject, shape: tuple[int, ...]) -> None:
+    """Each element belongs to one rank, and a rank has its elements in the order of its own part of the tensor."""
+    chunks = []
+    for size in shape:
+        cuts = sorted([0, size, *data.draw(st.lists(st.integers(0, size), max_size=3))])
+        chunks.append([(first, stop - first) for first, stop in pairwise(cuts)])
+    whole = np.arange(int(np.prod(shape))).reshape(shape)
+    grids, seen = set(), []
+    for bounds in product(*chunks):
+        span = box_of(shape, chunks, bounds)
+        local = whole[tuple(slice(first, first + size) for first, size in bounds)].ravel().tolist()
+        assert order_of(span.grid)[span.start : span.stop].tolist() == local
+        grids.add(span.grid)
+        seen += local
+    assert len(grids) == 1
+    assert sorted(seen) == list(range(whole.size))
+    divided = [dim for dim, of_dim in enumerate(chunks) if sum(size > 0 for _, size in of_dim) > 1]
+    if len(divided) < 2 and (not divided or all(size == 1 for size in shape[: divided[0]])):
+        assert grids == {Grid(shape)}, "it is the row-major order if it can be"
 
 
 def test_what_is_clipped_stays_in_the_tensor() -> None:
