@@ -121,7 +121,9 @@ def fsdp_rounds(directory: Path, nbytes: int, runs: int) -> dict[str, Any]:
         ),
         Contestant(
             "zckpt, lazy",
-            lambda: zckpt.write(state, directory / "lazy", latest=False, background=True, snapshot="lazy"),
+            lambda: zckpt.write(
+                state, directory / "lazy", latest=False, background=True, snapshot="lazy", snapshot_bytes=0
+            ),
             finish=zckpt.wait,
         ),
         Contestant("DCP", begin, finish=lambda: pending.pop().result()),

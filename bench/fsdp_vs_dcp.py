@@ -8,8 +8,9 @@ do this themselves, and for torch_checkpointing the benchmark does. DCP is calle
 ``get_state_dict`` and ``set_state_dict``. Measured are the time of a write, the time for which a write in the
 background stops the training, the time of a load whose files are in the page cache and of one whose files are not, and
 the peaks of memory, on top of the model: of a write in the background, of a write, and of a first load. zckpt copies
-the state for a write in the background, unless the snapshot is lazy. A first load also makes the moments, whose bytes
-are two thirds of the state. A write that stops the training copies nothing with any of the libraries, because the
+the state for a write in the background. A lazy snapshot copies only as much as its budget (``snapshot_bytes=0``), and
+the next step waits for the rest; its memory is what is compared. A first load also makes the moments, whose bytes are
+two thirds of the state. A write that stops the training copies nothing with any of the libraries, because the
 state is in CPU memory.
 """
 
