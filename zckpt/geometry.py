@@ -37,9 +37,9 @@ if TYPE_CHECKING:
     the whole tuple is empty."""
 
 
-RUNS_MAX = 1 << 26
-"""The most runs of adjacent elements in which the elements of one order are looked for in another one. Each takes about
-100 bytes of memory while a read is planned."""
+RUNS_MAX = 1 << 22
+"""The most runs of adjacent elements in which the elements of one order are looked for in another one at a time. Each
+takes about 400 bytes of memory, and 5 microseconds, while a read is planned and carried out."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -228,15 +228,13 @@ def runs_in(span: Span, grid: Grid) -> Runs:
         count = min(span.numel, 1)
         return Runs(*(np.full(count, number, np.int64) for number in (0, span.start, span.numel)))
     starts = _box_starts(span.grid)
-    boxes = range(int(np.searchsorted(starts, span.start, "right")) - 1, int(np.searchsorted(starts, span.stop)))
-    tables = [_tables(span.grid, number, grid) for number in boxes]
-    count = sum(_count(of_box) for of_box in tables)
-    if count > RUNS_MAX:
+    boxes = _boxes(span)
+    if run_count(span, grid) > RUNS_MAX:
         raise UnsupportedError(
-            f"a tensor of shape {list(grid.shape)} would be read in {count:,} runs of adjacent elements",
+            f"a tensor of shape {list(grid.shape)} would be read in more than {RUNS_MAX:,} runs of adjacent elements",
             hint="read it in smaller slices",
         )
-    of_boxes = [_box_in(of_box, grid.shape) for of_box in tables]
+    of_boxes = [_box_in(tables, grid.shape) for tables in _tables(span, grid)]
     one, other, numel = map(np.concatenate, zip(*of_boxes, strict=True))
     one += np.repeat(starts[boxes.start : boxes.stop], [len(runs.one) for runs in of_boxes]) - span.start
     before = np.maximum(-one, 0)  # how many elements of each run come before the span
@@ -249,12 +247,54 @@ def runs_in(span: Span, grid: Grid) -> Runs:
     return Runs(one[first], other[first], np.add.reduceat(numel, first))
 
 
+def run_count(span: Span, grid: Grid) -> int:
+    """Returns about how many runs ``runs_in`` returns, and at most ``RUNS_MAX + 1``."""
+    if span.grid == grid or not span.numel:
+        return 1
+    count = 0
+    for tables in _tables(span, grid):
+        count += _count(tables)
+        if count > RUNS_MAX:
+            return RUNS_MAX + 1
+    return count
+
+
+def _tables(span: Span, grid: Grid) -> Iterator[list[_Table]]:
+    """Yields the tables of each box that has elements of ``span``: one for each dimension."""
+    starts = _box_starts(span.grid)
+    tables_of, counts = _Tables(span.grid, grid), [len(_sections(span.grid, dim)) for dim in range(len(grid.shape))]
+    for number in _boxes(span):
+        tables = [tables_of(dim, int(at)) for dim, at in enumerate(np.unravel_index(number, counts))]
+        yield _narrowed(tables, max(span.start - int(starts[number]), 0), span.stop - int(starts[number]))
+
+
+def _boxes(span: Span) -> range:
+    """Returns the numbers of the boxes that have elements of a span."""
+    starts = _box_starts(span.grid)
+    return range(int(np.searchsorted(starts, span.start, "right")) - 1, int(np.searchsorted(starts, span.stop)))
+
+
 def _count(tables: Sequence[_Table]) -> int:
     """Returns how many runs ``_box_in`` returns."""
     inner = _inner(tables)
     if not inner:
         return 1
-    return math.prod(table.own_size for table in tables[: inner - 1]) * len(tables[inner - 1].own)
+    return math.prod(int(table.numel.sum()) for table in tables[: inner - 1]) * len(tables[inner - 1].own)
+
+
+def _narrowed(tables: list[_Table], start: int, stop: int) -> list[_Table]:
+    """Returns tables with only those indices of the first dimensions that the elements ``[start, stop)`` of the box
+    have, as far as this is quick to tell."""
+    size = math.prod(table.own_size for table in tables)
+    stop, narrowed = min(stop, size), list(tables)
+    for dim, table in enumerate(tables):
+        size //= table.own_size
+        low, high = start // size, -(-stop // size)
+        narrowed[dim] = table.narrow(low, high)
+        if high - low > 1:
+            break
+        start, stop = start - low * size, stop - low * size
+    return narrowed
 
 
 def _inner(tables: Sequence[_Table]) -> int:
@@ -301,7 +341,17 @@ class _Table(NamedTuple):
     @property
     def is_same(self) -> bool:
         """Whether both have the same indices in the same order."""
-        return len(self.own) == 1 and self.own_size == self.size[0]
+        return len(self.own) == 1 and self.numel[0] == self.own_size == self.size[0]
+
+    def narrow(self, low: int, high: int) -> _Table:
+        """Returns the table with only the indices from ``low`` to ``high``, counted in the box."""
+        if (low, high) == (0, self.own_size):
+            return self
+        before = np.maximum(low - self.own, 0)
+        numel = np.minimum(self.own + self.numel, high) - self.own - before
+        kept = numel > 0
+        columns = (self.own + before, numel, self.before, self.size, self.other + before)
+        return _Table._make([*(column[kept] for column in columns), self.own_size])
 
     def of_each_index(self) -> _Table:
         """Returns a table with a run for each index."""
@@ -310,21 +360,28 @@ class _Table(NamedTuple):
         return _Table(next(starts), np.ones_like(run), self.before[run], self.size[run], next(starts), self.own_size)
 
 
-def _tables(own: Grid, number: int, other: Grid) -> list[_Table]:
-    """Returns a table for each dimension of box ``number`` of ``own``."""
-    counts = [len(_sections(own, dim)) for dim in range(len(own.shape))]
-    tables = []
-    for dim, section in enumerate(np.unravel_index(number, counts)):
-        rows, own_size = [], 0
-        start, stop, before, size, place = _intervals(other, dim)
-        for first, count in _sections(own, dim)[int(section)]:
-            of_other = slice(np.searchsorted(stop, first, "right"), np.searchsorted(start, first + count))
-            low, high = np.maximum(start[of_other], first), np.minimum(stop[of_other], first + count)
-            at = place[of_other] + low - start[of_other]
-            rows.append((own_size + low - first, high - low, before[of_other], size[of_other], at))
-            own_size += count
-        tables.append(_Table._make([*map(np.concatenate, zip(*rows, strict=True)), own_size]))
-    return tables
+class _Tables:
+    """Makes the tables of the boxes of ``own``, each once."""
+
+    def __init__(self, own: Grid, other: Grid) -> None:
+        self._sections = [_sections(own, dim) for dim in range(len(own.shape))]
+        self._other = [_intervals(other, dim) for dim in range(len(own.shape))]
+        self._made: dict[tuple[int, int], _Table] = {}
+
+    def __call__(self, dim: int, section: int) -> _Table:
+        """Returns the table of one dimension of all boxes with this section."""
+        if (dim, section) not in self._made:
+            rows, own_size = [], 0
+            start, stop, before, size, place = self._other[dim]
+            for first, count in self._sections[dim][section]:
+                of_other = slice(np.searchsorted(stop, first, "right"), np.searchsorted(start, first + count))
+                low, high = np.maximum(start[of_other], first), np.minimum(stop[of_other], first + count)
+                at = place[of_other] + low - start[of_other]
+                rows.append((own_size + low - first, high - low, before[of_other], size[of_other], at))
+                own_size += count
+            columns = map(np.concatenate, zip(*rows, strict=True))
+            self._made[dim, section] = _Table._make([*columns, own_size])
+        return self._made[dim, section]
 
 
 def _sections(grid: Grid, dim: int) -> tuple[Section, ...]:

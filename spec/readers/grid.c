@@ -46,7 +46,7 @@ static uint64_t indices_of(const Grid *g, const Interval *sorted, uint32_t dimen
     *intervals = 0;
     for (size_t i = 0; i < g->count; i++) {
         if (sorted[i].dimension != dimension) continue;
-        if (sorted[i].first != end || sorted[i].count > UINT_LIMIT - end) return 0;
+        if (sorted[i].first != end || sorted[i].count > UINT_LIMIT - 1 - end) return 0;
         end += sorted[i].count;
         (*intervals)++;
     }

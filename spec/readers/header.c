@@ -378,6 +378,7 @@ uint64_t check_data_file(Checkpoint *c, File *file) {
     check_data(&h, opened);
     match_pieces(&h);
     close(opened);
+    for (size_t i = 0; i < h.shape_count; i++) free(h.shapes[i].grid.intervals);
     free(header), free(decoded), free(h.entries), free(h.shapes), free(file->pieces);
     file->pieces = NULL;
     return blocks;

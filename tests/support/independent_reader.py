@@ -137,7 +137,7 @@ def valid_grid(grid, shape):
         whole = (
             all(count for _, count in intervals(dim)) and [first for first, _ in sorted(intervals(dim))] == ends[:-1]
         )
-        if dim and not (whole and len(ends) > 2 and (shape is None or ends[-1] == shape[number])):
+        if dim and not (whole and len(ends) > 2 and ends[-1] in UINT and (shape is None or ends[-1] == shape[number])):
             return False
     return (any(grid) and math.prod(len(dim) or 1 for dim in grid) <= 2**20) or grid == []
 

@@ -105,7 +105,7 @@ class Header:
     def grid(self, entry: Entry) -> Grid:
         """Returns the grid of the tensor that ``entry`` is a piece of."""
         split = names.split_piece_name(entry.name)
-        return Grid(self.whole_shape(entry), () if split is None else self.sections.get(split[0], ()))
+        return Grid(self.whole_shape(entry), self.sections.get(entry.name if split is None else split[0], ()))
 
     def first_blocks(self, block_bytes: int) -> list[int]:
         """Returns for each entry the number of its first block, counted from the first block of the data file. The last
@@ -309,7 +309,7 @@ def _check_metadata(metadata: object, data_file: DataFileId) -> tuple[dict[str, 
     sections: dict[str, Sections] = {}
     for name, value in _parse_json(metadata.get("zckpt.grids", "{}").encode("utf-8", "surrogatepass"), file).items():
         of_tensor = unpacked_sections(value)
-        if name not in shapes or not of_tensor or not fits(of_tensor, shapes[name]):
+        if name not in shapes or not of_tensor or not fits(divided_sizes(of_tensor), shapes[name]):
             raise broken("S006", f"grid {reprlib.repr(value)} of {name!r}", file=file)
         sections[name] = of_tensor
     return {name: tuple(shape) for name, shape in shapes.items()}, sections
@@ -340,7 +340,7 @@ def unpacked_sections(value: object) -> Sections | None:
         ends = list(accumulate((count for _, count in intervals), initial=0))
         if [first for first, _ in intervals] != ends[:-1] or any(count < 1 for _, count in intervals):
             return None
-        if of_dim and len(intervals) < 2:
+        if (of_dim and len(intervals) < 2) or ends[-1] > TENSOR_BYTES_MAX:
             return None
         sections.append(tuple(tuple(zip(section[::2], section[1::2], strict=True)) for section in of_dim))
     if math.prod(len(of_dim) or 1 for of_dim in sections) > BOXES_MAX:
@@ -348,15 +348,19 @@ def unpacked_sections(value: object) -> Sections | None:
     return tuple(sections) if any(sections) or not value else None
 
 
-def fits(sections: Sections, shape: Sequence[int]) -> bool:
-    """Returns whether a grid with these sections may be that of a tensor of this shape."""
-    return not sections or (
-        len(sections) == len(shape)
+def divided_sizes(sections: Sections) -> tuple[int, ...]:
+    """Returns the size of each dimension that a grid divides, and 0 for the others."""
+    return tuple(sum(count for section in of_dim for _, count in section) for of_dim in sections)
+
+
+def fits(sizes: Sequence[int], shape: Sequence[int]) -> bool:
+    """Returns whether a grid with these ``divided_sizes`` may be that of a tensor of this shape."""
+    if not sizes:
+        return True
+    return (
+        len(sizes) == len(shape)
         and math.prod(shape) > 0
-        and all(
-            not of_dim or sum(count for section in of_dim for _, count in section) == size
-            for of_dim, size in zip(sections, shape, strict=True)
-        )
+        and all(divided in (0, size) for divided, size in zip(sizes, shape, strict=True))
     )
 
 

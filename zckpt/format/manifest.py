@@ -15,7 +15,7 @@ import msgpack
 import numpy as np
 
 from zckpt.format import names, packed
-from zckpt.format.data_file import DataFileId, fits, is_shape, packed_sections, unpacked_sections
+from zckpt.format.data_file import DataFileId, divided_sizes, fits, is_shape, packed_sections, unpacked_sections
 from zckpt.format.digest import DIGEST_BYTES, digest
 from zckpt.format.dtypes import ITEM_BYTES
 from zckpt.format.fields import Fields, unpack_map
@@ -493,6 +493,7 @@ def _check(m: Manifest) -> None:
     for values in (m.names, [part.name for part in m.parts]):
         if len(set(values)) != len(values):
             raise broken("M007", f"{Counter(values).most_common(1)[0][0]!r} is listed twice", file=where)
+    sizes = list(map(divided_sizes, m.grids))
     for part in m.parts:
         if part.name_ids and part.name_ids[-1] >= len(m.names):
             raise broken("M010", f"part {part.name} has name id {part.name_ids[-1]} of {len(m.names)}", file=where)
@@ -502,7 +503,7 @@ def _check(m: Manifest) -> None:
             if math.prod(m.shapes[shape_id]) * ITEM_BYTES[dtype] > TENSOR_BYTES_MAX:
                 raise broken("M008", f"shape {m.shapes[shape_id]} of {dtype}", file=where)
         for shape_id, grid_id in set(zip(part.shape_ids, part.grid_ids, strict=False)):
-            if grid_id >= len(m.grids) or not fits(m.grids[grid_id], m.shapes[shape_id]):
+            if grid_id >= len(m.grids) or not fits(sizes[grid_id], m.shapes[shape_id]):
                 raise broken("M015", f"part {part.name}: grid {grid_id} of shape {m.shapes[shape_id]}", file=where)
     if m.grids[:1] != ((),) or not all(m.grids[1:]):
         raise broken("M015", "the first grid, and only this one, has to divide nothing", file=where)

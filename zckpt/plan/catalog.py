@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import reprlib
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -185,7 +186,9 @@ def _layout(part: str, columns: Sequence[Ints], tensors: Sequence[Tensor], name_
 
 def _described(shape: tuple[int, ...], dtype: str, sections: Sections) -> str:
     """Returns a phrase for an error about a tensor."""
-    return f"{dtype} {list(shape)}" + (f" in the sections {packed_sections(sections)}" if sections else "")
+    return f"{dtype} {list(shape)}" + (
+        f" in the sections {reprlib.repr(packed_sections(sections))}" if sections else ""
+    )
 
 
 def _wrong_starts(layout: Layout, name: Ints, copy: Ints, start: Ints, numel: Ints) -> NDArray[np.bool]:

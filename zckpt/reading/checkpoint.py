@@ -13,7 +13,7 @@ import torch
 
 from zckpt.errors import FormatError, MismatchError, count
 from zckpt.format import names, tree
-from zckpt.geometry import Span, all_of, slice_of
+from zckpt.geometry import Span, all_of, run_count, slice_of
 from zckpt.listing.contents import TensorInfo
 from zckpt.plan.coalesce import plan_reads
 from zckpt.plan.reshard import Wanted, piece_ranges
@@ -491,15 +491,28 @@ class Checkpoint(Mapping[str, TensorInfo]):
         urgent = sum(not request.target.is_meta for request in requests[:urgent])
         requests = [request for request in requests if not request.target.is_meta]
         staging = staging or self.staging(devices_of(request.target for request in requests))
-        batch_size = max(PLANNED_PIECES // self.world_size, 1)
         if not urgent:
             after_urgent()
-        with staging.kept() if len(requests) > batch_size else nullcontext():
-            for first in range(0, len(requests), batch_size):
-                batch, left = requests[first : first + batch_size], urgent - first
+        batches, left = list(self._batches(requests)), urgent
+        with staging.kept() if len(batches) > 1 else nullcontext():
+            for batch in batches:
                 has_last_urgent = 0 < left <= len(batch)
                 after = after_urgent if has_last_urgent else lambda: None
                 self._read(batch, rank, verify, advance, staging, left if has_last_urgent else 0, after)
+                left -= len(batch)
+
+    def _batches(self, requests: Sequence[ReadRequest]) -> Iterator[Sequence[ReadRequest]]:
+        """Yields the requests that are planned together. Planning takes memory for each piece of a tensor, and for each
+        run of adjacent elements."""
+        first, planned = 0, 0
+        for number, request in enumerate(requests):
+            pieces = self.world_size - 1 + run_count(request.span, self.contents.grid(request.info))
+            if number > first and planned + pieces > PLANNED_PIECES:
+                yield requests[first:number]
+                first, planned = number, 0
+            planned += pieces
+        if requests:
+            yield requests[first:]
 
     def _read(
         self,
