@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 import numpy as np
@@ -62,8 +62,8 @@ class Grid:
         return Span(self, 0, self.numel)
 
     def clip(self, start: int, stop: int) -> Span:
-        """Returns those of the elements ``[start, stop)`` that the tensor has. If it has none, the span begins and ends
-        at the end of the tensor that is nearer."""
+        """Returns those of the elements ``[start, stop)`` that the tensor has. ``start`` may be below 0, and ``stop``
+        larger than the tensor. The span may be empty."""
         start = min(max(start, 0), self.numel)
         return Span(self, start, max(min(stop, self.numel), start))
 
@@ -227,14 +227,14 @@ def runs_in(span: Span, grid: Grid) -> Runs:
     if span.grid == grid or not span.numel:
         count = min(span.numel, 1)
         return Runs(*(np.full(count, number, np.int64) for number in (0, span.start, span.numel)))
-    starts = _box_starts(span.grid)
-    boxes = _boxes(span)
-    if run_count(span, grid) > RUNS_MAX:
+    tables = list(_tables(span, grid))
+    if sum(map(_count, tables)) > RUNS_MAX:
         raise UnsupportedError(
             f"a tensor of shape {list(grid.shape)} would be read in more than {RUNS_MAX:,} runs of adjacent elements",
             hint="read it in smaller slices",
         )
-    of_boxes = [_box_in(tables, grid.shape) for tables in _tables(span, grid)]
+    of_boxes = [_box_in(of_box, grid.shape) for of_box in tables]
+    boxes, starts = _boxes(span), _box_starts(span.grid)
     one, other, numel = map(np.concatenate, zip(*of_boxes, strict=True))
     one += np.repeat(starts[boxes.start : boxes.stop], [len(runs.one) for runs in of_boxes]) - span.start
     before = np.maximum(-one, 0)  # how many elements of each run come before the span
@@ -248,23 +248,22 @@ def runs_in(span: Span, grid: Grid) -> Runs:
 
 
 def run_count(span: Span, grid: Grid) -> int:
-    """Returns about how many runs ``runs_in`` returns, and at most ``RUNS_MAX + 1``."""
-    if span.grid == grid or not span.numel:
-        return 1
-    count = 0
-    for tables in _tables(span, grid):
-        count += _count(tables)
-        if count > RUNS_MAX:
-            return RUNS_MAX + 1
-    return count
+    """Returns about how many runs ``runs_in`` returns. It takes much less memory than ``runs_in``."""
+    return 1 if span.grid == grid or not span.numel else sum(map(_count, _tables(span, grid)))
 
 
 def _tables(span: Span, grid: Grid) -> Iterator[list[_Table]]:
-    """Yields the tables of each box that has elements of ``span``: one for each dimension."""
-    starts = _box_starts(span.grid)
-    tables_of, counts = _Tables(span.grid, grid), [len(_sections(span.grid, dim)) for dim in range(len(grid.shape))]
+    """Yields the tables of each box that has elements of ``span``: one for each dimension. Boxes with the same section
+    share its table."""
+    own, starts = span.grid, _box_starts(span.grid)
+
+    @cache
+    def table(dim: int, section: int) -> _Table:
+        return _Table.of(_sections(own, dim)[section], _intervals(grid, dim))
+
+    counts = [len(_sections(own, dim)) for dim in range(len(own.shape))]
     for number in _boxes(span):
-        tables = [tables_of(dim, int(at)) for dim, at in enumerate(np.unravel_index(number, counts))]
+        tables = [table(dim, int(section)) for dim, section in enumerate(np.unravel_index(number, counts))]
         yield _narrowed(tables, max(span.start - int(starts[number]), 0), span.stop - int(starts[number]))
 
 
@@ -283,8 +282,8 @@ def _count(tables: Sequence[_Table]) -> int:
 
 
 def _narrowed(tables: list[_Table], start: int, stop: int) -> list[_Table]:
-    """Returns tables with only those indices of the first dimensions that the elements ``[start, stop)`` of the box
-    have, as far as this is quick to tell."""
+    """Leaves out what the elements ``[start, stop)`` of the box do not need. For example, elements of one row need only
+    the table of this row. The result may still have more than they need."""
     size = math.prod(table.own_size for table in tables)
     stop, narrowed = min(stop, size), list(tables)
     for dim, table in enumerate(tables):
@@ -338,6 +337,19 @@ class _Table(NamedTuple):
     own_size: int
     """The number of indices that the box has in this dimension."""
 
+    @classmethod
+    def of(cls, section: Section, intervals: tuple[Ints, ...]) -> _Table:
+        """Returns the table of a box with this section. ``intervals``: those of the other grid, in this dimension."""
+        rows, own_size = [], 0
+        start, stop, before, size, place = intervals
+        for first, count in section:
+            of_other = slice(np.searchsorted(stop, first, "right"), np.searchsorted(start, first + count))
+            low, high = np.maximum(start[of_other], first), np.minimum(stop[of_other], first + count)
+            at = place[of_other] + low - start[of_other]
+            rows.append((own_size + low - first, high - low, before[of_other], size[of_other], at))
+            own_size += count
+        return cls._make([*map(np.concatenate, zip(*rows, strict=True)), own_size])
+
     @property
     def is_same(self) -> bool:
         """Whether both have the same indices in the same order."""
@@ -360,36 +372,12 @@ class _Table(NamedTuple):
         return _Table(next(starts), np.ones_like(run), self.before[run], self.size[run], next(starts), self.own_size)
 
 
-class _Tables:
-    """Makes the tables of the boxes of ``own``, each once."""
-
-    def __init__(self, own: Grid, other: Grid) -> None:
-        self._sections = [_sections(own, dim) for dim in range(len(own.shape))]
-        self._other = [_intervals(other, dim) for dim in range(len(own.shape))]
-        self._made: dict[tuple[int, int], _Table] = {}
-
-    def __call__(self, dim: int, section: int) -> _Table:
-        """Returns the table of one dimension of all boxes with this section."""
-        if (dim, section) not in self._made:
-            rows, own_size = [], 0
-            start, stop, before, size, place = self._other[dim]
-            for first, count in self._sections[dim][section]:
-                of_other = slice(np.searchsorted(stop, first, "right"), np.searchsorted(start, first + count))
-                low, high = np.maximum(start[of_other], first), np.minimum(stop[of_other], first + count)
-                at = place[of_other] + low - start[of_other]
-                rows.append((own_size + low - first, high - low, before[of_other], size[of_other], at))
-                own_size += count
-            columns = map(np.concatenate, zip(*rows, strict=True))
-            self._made[dim, section] = _Table._make([*columns, own_size])
-        return self._made[dim, section]
-
-
 def _sections(grid: Grid, dim: int) -> tuple[Section, ...]:
     """Returns the sections of one dimension. A dimension that is not divided is one section."""
     return (grid.sections and grid.sections[dim]) or (((0, grid.shape[dim]),),)
 
 
-@lru_cache(maxsize=1 << 8)
+@lru_cache(maxsize=1 << 5)
 def _intervals(grid: Grid, dim: int) -> tuple[Ints, ...]:
     """Returns the intervals of the sections of one dimension, in ascending order, as columns: the first index, the
     index after the last one, the number of indices in the sections before, the number of indices in the section, and
@@ -404,7 +392,7 @@ def _intervals(grid: Grid, dim: int) -> tuple[Ints, ...]:
     return tuple(np.array(sorted(rows), np.int64).T)
 
 
-@lru_cache(maxsize=1 << 8)
+@lru_cache(maxsize=1 << 5)
 def _box_starts(grid: Grid) -> Ints:
     """Returns the first element of each box, and the number of elements of the tensor."""
     numel = np.ones(1, np.int64)

@@ -6,7 +6,6 @@ import shutil
 from typing import TYPE_CHECKING
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 
@@ -14,8 +13,9 @@ import zckpt
 from tests.support.independent_reader import Reader
 from tests.support.states import Written, fragment, same_all, write_state
 from zckpt import geometry
-from zckpt.geometry import Grid, slice_of
+from zckpt.geometry import Grid, run_count
 from zckpt.plan import catalog
+from zckpt.reading import checkpoint as reading
 from zckpt.reading.statistics import statistics, stretches
 from zckpt.testing.fragments import write_fragments
 from zckpt.validation.values import derived_weights
@@ -86,13 +86,6 @@ def test_copies_and_repairs_keep_the_order(written: Written, tmp_path: Path) -> 
     assert same_all(zckpt.open(tmp_path / "lost").load(), written.full)
 
 
-def test_slices_that_are_consecutive_are_spans_in_row_major_order() -> None:
-    numbers = np.arange(60).reshape(3, 4, 5)
-    _, span = slice_of(numbers.shape, (slice(1, 2), slice(1, 3)))
-    assert span.grid.sections == ()
-    assert numbers.ravel()[span.start : span.stop].tolist() == numbers[1:2, 1:3].ravel().tolist()
-
-
 def test_more_runs_than_memory_allows_are_refused(written: Written) -> None:
     with mock.patch.object(geometry, "RUNS_MAX", 0), pytest.raises(zckpt.UnsupportedError, match="smaller slices"):
         zckpt.open(written.path).load()
@@ -111,3 +104,17 @@ def test_weights_are_compared_with_masters_in_the_same_order_only(tmp_path: Path
         checkpoint = zckpt.open(tmp_path / str(number))
         assert derived_weights(checkpoint.contents) == ({"w": "BF16"} if same else {})
         assert zckpt.validate(tmp_path / str(number)).ok
+
+
+def test_reads_in_another_order_are_planned_in_batches(written: Written) -> None:
+    checkpoint = zckpt.open(written.path)
+    with (
+        mock.patch.object(reading, "PLANNED_PIECES", 64),
+        mock.patch.object(checkpoint, "_read", wraps=checkpoint._read) as read,
+    ):
+        assert same_all(checkpoint.load(), written.full)
+    batches = [call.args[0] for call in read.call_args_list]
+    assert [request.info.key for batch in batches for request in batch] == list(checkpoint)
+    for batch in batches:
+        counts = [run_count(request.span, checkpoint.contents.grid(request.info)) for request in batch]
+        assert len(batch) == 1 or sum(counts) <= 64

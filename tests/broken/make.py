@@ -266,6 +266,8 @@ CASES: dict[str, Case] = {
     "S006-grid": divided(header=[[[0, 1], [2, 1]]]),
     "S007-grid": divided(header=None),
     "S007-other-grid": divided(header=[[[0, 1, 1, 1], [2, 1]]]),
+    "M015-large": divided([[], GRID, [[[0, (1 << 62) - 1], [(1 << 62) - 1, 1]]]]),
+    "S007-grid-of-whole": divided(header={"w": GRID, "v": [[[1, 1], [0, 1]]]}),
     "S007-whole-grid": divided([[], GRID, [[[1, 1], [0, 1]]]], [1, 2, 0]),
     "I001-long": file(INDEX, lambda raw: raw + b"\0"),
     "I002-flip": flip(INDEX, 40),

@@ -21,6 +21,7 @@ from zckpt.format import data_file as data_file_format
 from zckpt.format.data_file import DataFileId, Entry, decode_header, encode_header, regions
 from zckpt.format.dtypes import ITEM_BYTES
 from zckpt.format.names import Tier, piece_name, split_piece_name
+from zckpt.geometry import Grid, Span, all_of
 from zckpt.transfer.torch_dtypes import TORCH_DTYPES
 
 FILE_ID = DataFileId("0123456789abcdef", 1, 4, "exp_avg", Tier.NVME)
@@ -39,7 +40,7 @@ def headers(draw: st.DrawFn) -> tuple[list[Entry], dict[str, tuple[int, ...]]]:
         numel = math.prod(shape)
         start = draw(st.integers(0, max(numel - 1, 0)))
         stop = draw(st.integers(start + 1, numel)) if numel else 0
-        entry = piece_name(name, start, stop, numel)
+        entry = piece_name(name, Span(Grid((numel,)), start, stop))
         if entry != name:
             whole_shapes[name] = shape
             shape = (stop - start,)
@@ -91,8 +92,9 @@ def test_safetensors_reads_what_we_write(
 
 @given(names, st.integers(0, 99), st.integers(1, 99))
 def test_piece_names_can_be_told_apart(name: str, start: int, length: int) -> None:
-    assert split_piece_name(piece_name(name, start, start + length, 1000)) == (name, start, start + length)
-    assert piece_name(name, 0, length, length) == name
+    piece = piece_name(name, Span(Grid((1000,)), start, start + length))
+    assert split_piece_name(piece) == (name, start, start + length)
+    assert piece_name(name, all_of((length,))) == name
     assert split_piece_name(name) is None
 
 

@@ -12,7 +12,19 @@ from hypothesis import strategies as st
 
 from tests.support.grids import grids, order_of
 from zckpt.errors import MismatchError
-from zckpt.geometry import Grid, Span, Spans, all_of, box_of, joined, ragged, runs_in, slice_of, spans_in_both
+from zckpt.geometry import (
+    Grid,
+    Span,
+    Spans,
+    all_of,
+    box_of,
+    joined,
+    ragged,
+    run_count,
+    runs_in,
+    slice_of,
+    spans_in_both,
+)
 
 SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 
@@ -33,6 +45,13 @@ def test_runs_are_the_elements_in_order_and_as_long_as_can_be(data: st.DataObjec
     ]
     breaks = sum((at[0] - before[0], at[1] - before[1]) != (1, 1) for before, at in pairwise(found))
     assert len(runs.numel) == breaks + bool(found)
+
+
+def test_only_the_rows_that_a_span_has_are_looked_at() -> None:
+    grid = Grid((64, 8, 6), ((), (), (((0, 3),), ((3, 3),))))
+    assert run_count(all_of(grid.shape), grid) == 64 * 8 * 2
+    assert run_count(all_of(grid.shape).narrow(60, 4), grid) == 2
+    assert run_count(grid.box(1), grid) == 1
 
 
 @given(st.data(), SHAPES)

@@ -326,6 +326,7 @@ class Reader:
             need(dtype == "U8" and shape == [end - begin] and end - begin < 4096, "S008", name)
             need(not any(self._read(place, begin, end)), "S008", name)
         need(header == {name: entry for name, (entry, *_) in entries.items()}, "S007", place)
+        need(re.fullmatch(r"\{.*\} *", meta.get("zckpt.grids", "{}"), re.DOTALL), "S002", meta)
         grids = parse_object("S002", meta.get("zckpt.grids", "{}"))
         need(
             all(name in shapes and grid and valid_grid(grid, shapes[name]) for name, grid in grids.items()),

@@ -248,13 +248,16 @@ GRID = [[[0, 1, 2, 1], [1, 1]]]
 
 def divided(grids: Any = ([], GRID), ids: Any = (1, 0, 0), header: Any = GRID) -> Case:
     """Sets the field ``grids`` of the manifest and the grid ids of the part master. ``header`` is the grid of w in the
-    headers."""
+    headers, or a map of the grids of w and of v, which is whole."""
 
     def spoil(apart: Apart) -> None:
         apart.body |= {"requires": ["box"]} | ({} if grids is None else {"grids": list(grids)})
         apart.body["parts"][0]["grids"] = list(ids)
         for number in (MASTER, OTHER):
             if header is not None:
-                apart.files[number].header["__metadata__"]["zckpt.grids"] = json.dumps({"w": header})
+                of_header = header if isinstance(header, dict) else {"w": header}
+                metadata = apart.files[number].header["__metadata__"]
+                metadata["zckpt.grids"] = json.dumps(of_header)
+                metadata["zckpt.shapes"] = json.dumps({"w": [3], **({"v": [2]} if "v" in of_header else {})})
 
     return Case(spoil)

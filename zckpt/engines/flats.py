@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zckpt.engines.tensors import dtype_name
-from zckpt.format.data_file import packed_sections
+from zckpt.format.grids import packed_sections
 from zckpt.format.names import Tier, is_part_name
 from zckpt.geometry import all_of
 from zckpt.state.inventory import MASTER, RESERVED_PARTS, FileRange, Fragment
@@ -221,10 +221,10 @@ def bound(flat: FlatBuffer, state: Mapping[str, Any]) -> dict[str, Any]:
 def geometry(flat: FlatBuffer) -> dict[str, Any]:
     """Returns, as a plain tree, everything that describes how a flat buffer is cut from the parameters."""
     own = flat.ranges if flat.shares is None else flat.shares
-    ranges = [
-        [r.name, list(r.span.grid.shape), r.span.start, r.span.stop, r.offset, *packed_sections(r.span.grid.sections)]
-        for r in own
-    ]
+    ranges: list[list[Any]] = [[r.name, list(r.span.grid.shape), *r.span[1:], r.offset] for r in own]
+    for row, r in zip(ranges, own, strict=True):
+        if r.span.grid.sections:
+            row.append(packed_sections(r.span.grid.sections))
     return {"numel": flat.numel, "slots": ranges}
 
 

@@ -62,9 +62,8 @@ class EngineSource:
             kept.update(unconverted(inventory.extra))
             self.module = adapter.module
             self.adapters = adapter_configs(adapter.module)
-            grids.update(
-                (f.name, f.span.grid) for f in adapter.wanted({})
-            )  # All ranks get the same names, in one order.
+            # All ranks get the same names, in one order.
+            grids.update((f.name, f.span.grid) for f in adapter.wanted({}))
             numbers = {name: number for number, name in enumerate(grids)}
             rows = [(numbers[f.name], f.span.start, f.span.stop, _DTYPES.index(f.dtype)) for f in fragments]
             return np.array(rows, np.int64).tobytes()

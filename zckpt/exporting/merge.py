@@ -278,8 +278,8 @@ class _Merging:
         elements."""
         count, *row = self.sources[base].shape
         rows, row_numel = self.merges[base].rows(self.sources[base].shape), math.prod(row)
+        whole = self.sources[base].all
         for first in range(0, count, rows):
-            whole = self.sources[base].all
             yield first, Run(base, whole.narrow(first * row_numel, (min(first + rows, count) - first) * row_numel))
 
     def _slices(self, offset: int, tensor: OutputTensor, base: str) -> Iterator[tuple[int, OutputTensor]]:

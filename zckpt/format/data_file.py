@@ -9,7 +9,7 @@ import reprlib
 import struct
 from collections import Counter
 from dataclasses import dataclass
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, pairwise
 from json.encoder import encode_basestring
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,7 +17,8 @@ from zckpt.errors import FormatError
 from zckpt.format import names
 from zckpt.format.digest import block_count
 from zckpt.format.dtypes import ITEM_BYTES
-from zckpt.format.limits import BOXES_MAX, DATA_ALIGNMENT_BYTES, HEADER_BYTES_MAX, NDIM_MAX, TENSOR_BYTES_MAX
+from zckpt.format.grids import divided_sizes, fits, packed_sections, unpacked_sections
+from zckpt.format.limits import DATA_ALIGNMENT_BYTES, HEADER_BYTES_MAX, NDIM_MAX, TENSOR_BYTES_MAX
 from zckpt.format.rules import broken
 from zckpt.geometry import Grid
 
@@ -92,8 +93,8 @@ class Header:
     shapes: Mapping[str, tuple[int, ...]]
     """The whole shape of each tensor of which the data file has a partial piece, by the name of the tensor."""
     sections: Mapping[str, Sections]
-    """The sections of the grid of each tensor of which the data file has a piece and that a grid divides, by the name
-    of the tensor."""
+    """The sections of grids, by the names of the tensors that they divide. The data file has a piece of each of these
+    tensors."""
     data_start: int
     """The byte of the file at which the data begin."""
 
@@ -313,55 +314,6 @@ def _check_metadata(metadata: object, data_file: DataFileId) -> tuple[dict[str, 
             raise broken("S006", f"grid {reprlib.repr(value)} of {name!r}", file=file)
         sections[name] = of_tensor
     return {name: tuple(shape) for name, shape in shapes.items()}, sections
-
-
-def packed_sections(sections: Sections) -> list[list[list[int]]]:
-    """Returns sections as a manifest and a header have them: for each dimension an array of sections, and for each
-    section the first index and the number of indices of each of its intervals, one after the other."""
-    return [[list(chain.from_iterable(section)) for section in of_dim] for of_dim in sections]
-
-
-def unpacked_sections(value: object) -> Sections | None:
-    """Returns the sections of a grid that ``packed_sections`` has packed, or None if the value is no grid. The empty
-    array is the grid that divides nothing. In any other grid, at least one dimension is divided into several intervals,
-    which together have the indices from 0 on once each."""
-    if not (isinstance(value, list) and len(value) <= NDIM_MAX):
-        return None
-    sections = []
-    for of_dim in value:
-        if not isinstance(of_dim, list) or not all(isinstance(section, list) for section in of_dim):
-            return None
-        numbers = list(chain.from_iterable(of_dim))
-        if not all(type(number) is int and 0 <= number <= TENSOR_BYTES_MAX for number in numbers):
-            return None
-        if any(len(section) % 2 or not section for section in of_dim):
-            return None
-        intervals = sorted(zip(numbers[::2], numbers[1::2], strict=True))
-        ends = list(accumulate((count for _, count in intervals), initial=0))
-        if [first for first, _ in intervals] != ends[:-1] or any(count < 1 for _, count in intervals):
-            return None
-        if (of_dim and len(intervals) < 2) or ends[-1] > TENSOR_BYTES_MAX:
-            return None
-        sections.append(tuple(tuple(zip(section[::2], section[1::2], strict=True)) for section in of_dim))
-    if math.prod(len(of_dim) or 1 for of_dim in sections) > BOXES_MAX:
-        return None
-    return tuple(sections) if any(sections) or not value else None
-
-
-def divided_sizes(sections: Sections) -> tuple[int, ...]:
-    """Returns the size of each dimension that a grid divides, and 0 for the others."""
-    return tuple(sum(count for section in of_dim for _, count in section) for of_dim in sections)
-
-
-def fits(sizes: Sequence[int], shape: Sequence[int]) -> bool:
-    """Returns whether a grid with these ``divided_sizes`` may be that of a tensor of this shape."""
-    if not sizes:
-        return True
-    return (
-        len(sizes) == len(shape)
-        and math.prod(shape) > 0
-        and all(divided in (0, size) for divided, size in zip(sizes, shape, strict=True))
-    )
 
 
 def is_shape(shape: object) -> bool:

@@ -15,10 +15,11 @@ import msgpack
 import numpy as np
 
 from zckpt.format import names, packed
-from zckpt.format.data_file import DataFileId, divided_sizes, fits, is_shape, packed_sections, unpacked_sections
+from zckpt.format.data_file import DataFileId, is_shape
 from zckpt.format.digest import DIGEST_BYTES, digest
 from zckpt.format.dtypes import ITEM_BYTES
 from zckpt.format.fields import Fields, unpack_map
+from zckpt.format.grids import divided_sizes, fits, packed_sections, unpacked_sections
 from zckpt.format.limits import (
     BLOCK_BYTES_MAX,
     BLOCK_BYTES_MIN,

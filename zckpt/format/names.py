@@ -7,9 +7,14 @@ from __future__ import annotations
 
 import re
 from enum import IntEnum
+from typing import TYPE_CHECKING
 
 from zckpt.format.limits import LATEST_BYTES_MAX, NAME_BYTES_MAX
 from zckpt.format.rules import broken
+from zckpt.geometry import all_of
+
+if TYPE_CHECKING:
+    from zckpt.geometry import Span
 
 MANIFEST = "manifest.msgpack"
 """The name of the manifest."""
@@ -101,11 +106,11 @@ def check_save_id(save_id: object, *, file: str | None = None) -> None:
         raise broken("N004", f"save id {save_id!r}", file=file)
 
 
-def piece_name(name: str, start: int, stop: int, numel: int, *, divided: bool = False) -> str:
-    """Returns the name of a piece in a data file: the name of its tensor if the piece is the whole tensor, which has
-    ``numel`` elements, and otherwise ``<name>@<start>:<stop>``. ``divided``: whether the tensor has a grid that divides
-    it. Then its elements are not in the order of its shape, so each of its pieces has the second form."""
-    return name if (start, stop) == (0, numel) and not divided else f"{name}@{start}:{stop}"
+def piece_name(name: str, span: Span) -> str:
+    """Returns the name of a piece in a data file: the name of its tensor if the piece is the whole tensor, and
+    otherwise ``<name>@<start>:<stop>``. If a grid divides the tensor, its elements are not in the order of its shape.
+    Then each of its pieces has the second form."""
+    return name if span == all_of(span.grid.shape) else f"{name}@{span.start}:{span.stop}"
 
 
 def split_piece_name(entry: str) -> tuple[str, int, int] | None:

@@ -15,8 +15,8 @@ from zckpt.errors import RankError, UnsupportedError
 from zckpt.format import index as index_format
 from zckpt.format import manifest as manifest_format
 from zckpt.format import tree
-from zckpt.format.data_file import packed_sections
 from zckpt.format.digest import DIGEST_BYTES
+from zckpt.format.grids import packed_sections
 from zckpt.format.index import Layout
 from zckpt.format.limits import INDEX_PIECES_MAX
 from zckpt.format.manifest import File, Files, Manifest, Part

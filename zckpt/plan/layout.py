@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from bisect import bisect_right
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -151,9 +150,8 @@ def _plan_data_file(
                 entries.append((f"{FILLER_PREFIX}{number}", "U8", (gap,), offset, gap))
                 sources.append(FILLER)
                 offset += gap
-        grid, start, stop = fragment.span
-        shape, count = grid.shape, stop - start
-        name = piece_name(fragment.name, start, stop, math.prod(shape), divided=bool(grid.sections))
+        shape, count, grid = fragment.shape, fragment.span.numel, fragment.span.grid
+        name = piece_name(fragment.name, fragment.span)
         if grid.sections:
             sections[fragment.name] = grid.sections
         if name != fragment.name:

@@ -13,6 +13,7 @@ from zckpt.format.digest import DIGEST_BYTES, blocks, check_block
 from zckpt.format.dtypes import ITEM_BYTES
 from zckpt.format.names import digests_path, piece_name, split_piece_name
 from zckpt.format.rules import broken
+from zckpt.geometry import Span
 from zckpt.plan.coalesce import plan_reads
 from zckpt.plan.reshard import entry_ranges
 from zckpt.validation.report import failures
@@ -110,8 +111,7 @@ def _listed(pieces: FilePieces, number: int, manifest: Manifest) -> Iterator[_Pi
     columns = (pieces.tensor, pieces.start, pieces.stop, pieces.offset, pieces.block)
     for row, start, stop, offset, block in zip(*(column.tolist() for column in columns), strict=True):
         grid, name = manifest.grid(part_id, row), manifest.names[part.name_ids[row]]
-        name = piece_name(name, start, stop, grid.numel, divided=bool(grid.sections))
-        yield name, part.dtypes[row], grid, offset, block
+        yield piece_name(name, Span(grid, start, stop)), part.dtypes[row], grid, offset, block
 
 
 def _check_table(

@@ -91,24 +91,21 @@ def derived_weights(contents: Contents) -> dict[str, str]:
     master 32 or 64. Both are stored in the same order.
     """
     manifest = contents.manifest
-    dtypes: dict[str, dict[str, str]] = {MASTER: {}, PARAM: {}}
-    grids: dict[str, dict[str, Grid]] = {MASTER: {}, PARAM: {}}
+    found: dict[str, dict[str, tuple[str, Grid]]] = {MASTER: {}, PARAM: {}}
+    """The dtype and the grid of each tensor with exactly one copy, by part and name."""
     stored = [np.zeros(len(part.name_ids)) for part in manifest.parts]
-    rows = [np.arange(len(part.name_ids) if part.name in dtypes else 0) for part in manifest.parts]
+    rows = [np.arange(len(part.name_ids) if part.name in found else 0) for part in manifest.parts]
     for pieces in contents.pieces_of_parts(rows):
         np.add.at(stored[pieces.part_id[0]], pieces.tensor, pieces.numel)
     for part_id, (part, numels) in enumerate(zip(manifest.parts, stored, strict=True)):
-        for row, numel in enumerate(numels.tolist() if part.name in dtypes else ()):
-            grid, name = manifest.grid(part_id, row), manifest.names[part.name_ids[row]]
+        for row, numel in enumerate(numels.tolist() if part.name in found else ()):
+            grid = manifest.grid(part_id, row)
             if numel == grid.numel:
-                dtypes[part.name][name], grids[part.name][name] = part.dtypes[row], grid
-    weights, masters = dtypes[PARAM], dtypes[MASTER]
+                found[part.name][manifest.names[part.name_ids[row]]] = part.dtypes[row], grid
     return {
         name: dtype
-        for name, dtype in weights.items()
-        if dtype in ("F16", "BF16")
-        and masters.get(name) in ("F32", "F64")
-        and grids[PARAM][name] == grids[MASTER][name]
+        for name, (dtype, grid) in found[PARAM].items()
+        if dtype in ("F16", "BF16") and found[MASTER].get(name) in (("F32", grid), ("F64", grid))
     }
 
 
