@@ -93,7 +93,7 @@ def index(data: bytes) -> None:
     ids = tuple(range(rows))
     manifest = Manifest(
         save_id=DATA_FILE.save_id, step=0, world_size=2, block_bytes=4096, names=tuple("abcd"), shapes=_SHAPES,
-        parts=tuple(Part(name, 0, ids, ids, dtypes[:rows]) for name, dtypes in _DTYPES.items()),
+        parts=tuple(Part(name, 0, ids, ids, dtypes[:rows], (0,) * rows) for name, dtypes in _DTYPES.items()),
         files=Files.of(File(rank, part_id, tier, 4096 + 512, 4096, 0)
             for rank, part_id, tier in itertools.product((0, 1), (0, 1), (Tier.DEVICE, Tier.NVME))),
         digests=(b"\0" * 16,) * 2, chunks=(chunk,), index_bytes=len(frame),

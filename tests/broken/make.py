@@ -250,6 +250,7 @@ CASES: dict[str, Case] = {
     "M014-file": shared({OLDER: [MASTER, 3]}),
     "M005-grids": divided(None),
     "M010-grids": divided(ids=[1, 0]),
+    "M010-no-grids": divided(ids=[]),
     "M015-nothing": divided(ids=[0, 0, 0], header=None),
     "M015-first": divided([GRID, []], [0, 1, 1]),
     "M015-second": divided([[], GRID, []]),

@@ -48,7 +48,7 @@ def manifest_for(shapes: list[tuple[int, ...]], dtypes: dict[str, list[str]], ch
         block_bytes=4096,
         names=tuple(f"t{i}" for i in ids),
         shapes=tuple(shapes),
-        parts=tuple(Part(name, 0, ids, ids, tuple(of)) for name, of in dtypes.items()),
+        parts=tuple(Part(name, 0, ids, ids, tuple(of), (0,) * len(ids)) for name, of in dtypes.items()),
         files=Files.of(files),
         digests=(b"\0" * 16,) * WORLD_SIZE,
         chunks=chunks,

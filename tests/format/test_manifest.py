@@ -46,7 +46,7 @@ def manifests(draw: st.DrawFn) -> Manifest:
         ids = tuple(sorted(draw(st.sets(st.integers(0, len(listed) - 1), min_size=1))))
         shape_ids = tuple(draw(st.integers(0, len(shapes) - 1)) for _ in ids)
         dtypes = tuple(draw(st.sampled_from(sorted(ITEM_BYTES))) for _ in ids)
-        parts.append(Part(name, layouts.setdefault(ids, 7 * len(layouts)), ids, shape_ids, dtypes))
+        parts.append(Part(name, layouts.setdefault(ids, 7 * len(layouts)), ids, shape_ids, dtypes, (0,) * len(ids)))
     offset = 0
     for ids, layout in layouts.items():
         cut = draw(st.integers(1, len(ids)))

@@ -206,7 +206,6 @@ class Reader:
         need(listed and body["save_id"] not in shared, "M014", shared)
         need(self.grids[:1] == [[]] and all(self.grids[1:]), "M015", self.grids)
         need(all(valid_grid(grid, None) for grid in self.grids), "M015", self.grids)
-        need("box" not in body["requires"] or any(map(any, columns)), "M015", columns)
         need(len({*numbers}) == len(numbers) and max(numbers, default=-1) < len(places), "M014", numbers)
         self.origins = {places[number]: save for save, of in shared.items() for number in of}
         self.step, self.world_size, self.aliases = body["step"], body["world_size"], body["aliases"]
@@ -263,6 +262,8 @@ class Reader:
             for (name, row), shape, dtype, grid in zip(index[layout], shape_ids, dtypes, grids, strict=True):
                 pieces = [*self._place(p, names[name], dtype, shapes[shape], self.grids[grid], row)]
                 self.tensors[f"{part}/{names[name]}"] = dtype, shapes[shape], pieces, self.grids[grid]
+        divided = any(grid for *_, grid in self.tensors.values())
+        need(divided or "box" not in self.body["requires"], "M015", "no grid is used")
 
     def _place(self, p, name, dtype, shape, grid, row):
         """Yields the pieces of a tensor, each as (copy, file, first byte, end)."""

@@ -82,9 +82,8 @@ class Part:
     """For each tensor, the position of its shape in ``Manifest.shapes``."""
     dtypes: tuple[str, ...]
     """For each tensor, its dtype, such as ``"F32"``."""
-    grid_ids: tuple[int, ...] = ()
-    """For each tensor, the position of its grid in ``Manifest.grids``. It is empty if no grid divides a tensor of the
-    part."""
+    grid_ids: tuple[int, ...]
+    """For each tensor, the position of its grid in ``Manifest.grids``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,8 +218,7 @@ class Manifest:
     def grid(self, part_id: int, row: int) -> Grid:
         """Returns the grid of the tensor in a row of a part."""
         part = self.parts[part_id]
-        grid_id = part.grid_ids[row] if part.grid_ids else 0
-        return Grid(self.shapes[part.shape_ids[row]], self.grids[grid_id])
+        return Grid(self.shapes[part.shape_ids[row]], self.grids[part.grid_ids[row]])
 
     @cached_property
     def part_ids(self) -> dict[str, int]:
@@ -278,7 +276,7 @@ def encode(manifest: Manifest) -> bytes:
             "shapes": manifest.shapes,
             "parts": [
                 {"name": p.name, "layout": p.layout_id, "names": p.name_ids, "shapes": p.shape_ids, "dtypes": p.dtypes}
-                | ({"grids": p.grid_ids} if p.grid_ids else {})
+                | ({"grids": p.grid_ids} if any(p.grid_ids) else {})
                 for p in manifest.parts
             ],
             "aliases": dict(manifest.aliases),
@@ -429,15 +427,17 @@ def _part(value: object, *, has_grids: bool) -> Part:
     get = Fields(value, "parts")
     name = get.string("name")
     names.check_part_name(name, file=names.MANIFEST)
+    name_ids = get.integers("names")
+    grid_ids = get.integers("grids") if has_grids and "grids" in get.values else [0] * len(name_ids)
     part = Part(
         name,
         get.integer("layout", 0, NAMES_MAX),
-        tuple(get.integers("names")),
+        tuple(name_ids),
         tuple(get.integers("shapes")),
         tuple(get.strings("dtypes")),
-        tuple(get.integers("grids")) if has_grids and "grids" in get.values else (),
+        tuple(grid_ids),
     )
-    if len({len(part.name_ids), len(part.shape_ids), len(part.dtypes), len(part.grid_ids or part.name_ids)}) > 1:
+    if len({len(name_ids), len(part.shape_ids), len(part.dtypes), len(grid_ids)}) > 1:
         raise broken("M010", f"the columns of part {name} differ in length", file=names.MANIFEST)
     if any(a >= b for a, b in pairwise(part.name_ids)):
         raise broken("M010", f"the name ids of part {name} are not ascending", file=names.MANIFEST)
@@ -503,7 +503,7 @@ def _check(m: Manifest) -> None:
                 raise broken("M010", f"part {part.name} has shape id {shape_id} of {len(m.shapes)}", file=where)
             if math.prod(m.shapes[shape_id]) * ITEM_BYTES[dtype] > TENSOR_BYTES_MAX:
                 raise broken("M008", f"shape {m.shapes[shape_id]} of {dtype}", file=where)
-        for shape_id, grid_id in set(zip(part.shape_ids, part.grid_ids, strict=False)):
+        for shape_id, grid_id in set(zip(part.shape_ids, part.grid_ids, strict=True)):
             if grid_id >= len(m.grids) or not fits(sizes[grid_id], m.shapes[shape_id]):
                 raise broken("M015", f"part {part.name}: grid {grid_id} of shape {m.shapes[shape_id]}", file=where)
     if m.grids[:1] != ((),) or not all(m.grids[1:]):

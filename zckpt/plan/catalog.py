@@ -258,8 +258,6 @@ def catalog(rank_records: Sequence[RankRecord], save_id: str, metadata: SaveMeta
         shape_ids = tuple(shapes.setdefault(shape, len(shapes)) for _, shape, _, _ in part_tensors)
         dtypes = tuple(dtype for _, _, dtype, _ in part_tensors)
         grid_ids = tuple(grids.setdefault(sections, len(grids)) for *_, sections in part_tensors)
-        if not any(grid_ids):
-            grid_ids = ()
         manifest_parts.append(Part(part, layout_id, tuple(layout.name_id.tolist()), shape_ids, dtypes, grid_ids))
     index, chunks = index_format.encode(layouts)
     manifest = Manifest(

@@ -106,8 +106,7 @@ def piece_ranges(
     whose order the tensor is stored, and ``item_bytes`` the size in bytes of an element of each request."""
     item_of_request = np.array(item_bytes, np.int64)
     spans, target_start = _in_order_of(grids, wanted)
-    numel = np.zeros(len(item_of_request), np.int64)
-    np.maximum.at(numel, stored.tensor, stored.stop)
+    numel = np.array([grid.numel for grid in grids], np.int64)
     # From here on, the columns have one item for each pair of a span and a piece that has elements of it.
     span, piece, common = spans_in_both(spans, stored, numel)
     item = item_of_request[common.tensor]
