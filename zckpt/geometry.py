@@ -61,12 +61,6 @@ class Grid:
         """All elements, in the order of the grid."""
         return Span(self, 0, self.numel)
 
-    def clip(self, start: int, stop: int) -> Span:
-        """Returns those of the elements ``[start, stop)`` that the tensor has. ``start`` may be below 0, and ``stop``
-        larger than the tensor. The span may be empty."""
-        start = min(max(start, 0), self.numel)
-        return Span(self, start, max(min(stop, self.numel), start))
-
     def box(self, number: int) -> Span:
         """Returns the elements of box ``number``. Boxes are numbered from 0 in the order of the grid."""
         starts = _box_starts(self)
@@ -88,6 +82,12 @@ class Span(NamedTuple):
     def narrow(self, start: int, numel: int) -> Span:
         """Returns ``numel`` elements from element ``start`` of the span on."""
         return Span(self.grid, self.start + start, self.start + start + numel)
+
+    def clip(self, start: int, stop: int) -> Span:
+        """Returns those of the elements ``[start, stop)``, counted in the span, that the span has. ``start`` may be
+        below 0, and ``stop`` larger than the span. The result may be empty."""
+        start = min(max(start, 0), self.numel)
+        return self.narrow(start, max(min(stop, self.numel) - start, 0))
 
 
 def all_of(shape: Sequence[int]) -> Span:
@@ -159,6 +159,33 @@ def box_of(
         return Span(grid, 0, 0)
     places = [of_dim.index(chunk) for of_dim, chunk in zip(chunks, bounds, strict=True)]
     return grid.box(int(np.ravel_multi_index(places, [len(of_dim) for of_dim in chunks])))
+
+
+def section_of(shape: Sequence[int], dim: int, sections: Sequence[Section], number: int) -> Span:
+    """Returns the elements that one rank holds of a tensor of which only dimension ``dim`` is cut. All ranks get spans
+    of the same order, as from ``box_of``. ``sections``: the indices of each rank in this dimension, in the order of the
+    rank. They may be empty. ``number``: the number of the rank."""
+    sections = [_joined_section(section) for section in sections]
+    if all(len(section) <= 1 for section in sections):
+        chunks = [[(0, size)] for size in shape]
+        chunks[dim] = [section[0] if section else (0, 0) for section in sections]
+        return box_of(
+            shape, chunks, [chunks[dim][number] if at == dim else chunk for at, (chunk, *_) in enumerate(chunks)]
+        )
+    used = tuple(filter(None, sections))
+    grid = Grid(tuple(shape), tuple(used if at == dim else () for at in range(len(shape))))
+    return grid.box(used.index(sections[number])) if sections[number] and grid.numel else Span(grid, 0, 0)
+
+
+def _joined_section(section: Section) -> Section:
+    """Joins intervals of which one begins where the one before it ends, and leaves out empty ones."""
+    joined: list[tuple[int, int]] = []
+    for first, count in section:
+        if joined and sum(joined[-1]) == first:
+            joined[-1] = joined[-1][0], joined[-1][1] + count
+        elif count:
+            joined.append((first, count))
+    return tuple(joined)
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,7 +106,7 @@ def test_chunks_of_all_ranks_are_boxes_of_one_grid(data: st.DataObject, shape: t
 
 def test_what_is_clipped_stays_in_the_tensor() -> None:
     bounds = [(-5, 3), (3, 40), (-5, -1), (20, 30), (5, 5)]
-    assert [Grid((4, 3)).clip(*bound)[1:] for bound in bounds] == [(0, 3), (3, 12), (0, 0), (12, 12), (5, 5)]
+    assert [Grid((4, 3)).all.clip(*bound)[1:] for bound in bounds] == [(0, 3), (3, 12), (0, 0), (12, 12), (5, 5)]
 
 
 @given(st.lists(st.lists(st.integers(1, 6), min_size=1, max_size=5), min_size=1, max_size=4), st.data())

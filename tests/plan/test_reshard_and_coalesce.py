@@ -448,7 +448,7 @@ def test_overlapping_ranges_read_each_block_once(store: Store, length: int, shif
         for start in (0, shift):
             stop = min(start + length, numel)
             if start < stop:
-                requests.append((stored, [(Grid(stored.values.shape[:-1]).clip(start, stop), 0)]))
+                requests.append((stored, [(Grid(stored.values.shape[:-1]).all.clip(start, stop), 0)]))
                 expected.append(stored.values.reshape(-1, stored.item)[start:stop].tobytes())
                 targets.append(bytearray(len(expected[-1])))
     ops = plan_reads(
@@ -466,7 +466,7 @@ def test_a_range_may_begin_anywhere_in_its_target(data: st.DataObject, store: St
     numel = stored.values.size // stored.item
     start = data.draw(st.integers(0, numel))
     stop, at = data.draw(st.integers(start, numel)), data.draw(st.integers(0, 9))
-    requests: Requests = [(stored, [(Grid(stored.values.shape[:-1]).clip(start, stop), at)])]
+    requests: Requests = [(stored, [(Grid(stored.values.shape[:-1]).all.clip(start, stop), at)])]
     ops = plan_reads(
         found(requests), data_starts=store.data_starts, block_bytes=store.block_bytes, verify=True, batch_bytes=1 << 20
     )

@@ -208,6 +208,7 @@ def make_engine(
     config: Mapping[str, Any] | None = None,
     swap: str = "",
     mpu: Any = None,
+    training_data: Any = None,
     **zero: Any,
 ) -> deepspeed.DeepSpeedEngine:
     """Returns an engine over a new model, whose weights depend on ``seed``.
@@ -224,6 +225,7 @@ def make_engine(
         config: more settings of DeepSpeed's configuration. They replace those of the same names.
         swap: the folder for the files of NVMe offload.
         mpu: an object that names the engine's ranks, if the engine does not have all ranks.
+        training_data: the data that the engine loads by itself.
         zero: more settings of ``zero_optimization``.
     """
     torch.manual_seed(seed)
@@ -265,6 +267,7 @@ def make_engine(
         lr_scheduler=None if isinstance(scheduler, bool) else scheduler,
         config=settings,
         mpu=mpu,
+        training_data=training_data,
     )
     torch.manual_seed(1000 * seed + engine.global_rank)
     return engine

@@ -187,7 +187,7 @@ class _Reader:
         if self._folder.partitions_weights:
             shapes = model.get("frozen_param_shapes") or {}
             for name, data in (model.get("frozen_param_fragments") or {}).items():
-                parameter_range = cut_alone(plain_name(name), _shape(shapes[name]), group.rank, group.size)
+                parameter_range = cut_alone(plain_name(name), all_of(_shape(shapes[name])), group.rank, group.size)
                 first_name, span = parameter_range.name, parameter_range.span
                 if first_name not in self._not_saved and (span.numel or (group.rank == 0 and not span.grid.numel)):
                     elements = in_order(data.detach()).view(-1)[: span.numel]
@@ -352,7 +352,7 @@ class _Reader:
         return {
             plain_name(name)
             for name, data in (self._model.get("frozen_param_fragments") or {}).items()
-            if data.numel() < cut_alone(name, _shape(shapes[name]), group.rank, group.size).span.stop
+            if data.numel() < cut_alone(name, all_of(_shape(shapes[name])), group.rank, group.size).span.stop
         }
 
     @cached_property

@@ -21,11 +21,13 @@ from zckpt.engines.flats import (
     momentum_of_muon,
     partition_numel,
 )
+from zckpt.geometry import all_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from zckpt.engines.deepspeed.setup import Setup
+    from zckpt.geometry import Span
 
 Shape = tuple[int, ...]
 START_ALIGNMENT = 2
@@ -82,7 +84,7 @@ def flats(
         return [
             FlatBuffer(number, cut_each(sub_group, rank, ranks), torch.empty(_numel(sub_group, ranks), device="meta"))
             for number, group in enumerate(groups)
-            for sub_group in _sub_groups([(name, shapes[name]) for name in group], setup.sub_group_size, ranks)
+            for sub_group in _sub_groups([(name, all_of(shapes[name])) for name in group], setup.sub_group_size, ranks)
         ]
     if setup.stage in (1, 2):
         return [
@@ -94,7 +96,7 @@ def flats(
         for names in [group] if flattened else [[name] for name in group]:
             own_shapes = [shapes[name] for name in names]
             numel = sum(map(math.prod, own_shapes))
-            ranges = cut_together(zip(names, own_shapes, consecutive(own_shapes), strict=True), 0, numel)
+            ranges = cut_together(zip(names, map(all_of, own_shapes), consecutive(own_shapes), strict=True), 0, numel)
             if ranges:
                 shape = (numel,) if flattened else own_shapes[0]
                 master = torch.empty(shape, device="meta")
@@ -102,25 +104,25 @@ def flats(
     return flat_buffers
 
 
-def _numel(named: Sequence[tuple[str, Shape]], ranks: int) -> int:
+def _numel(named: Sequence[tuple[str, Span]], ranks: int) -> int:
     """Returns the number of elements that each rank has of parameters that are each cut on their own, including the
     padding."""
-    return sum(partition_numel(shape, ranks) for _, shape in named)
+    return sum(partition_numel(held.numel, ranks) for _, held in named)
 
 
-def _sub_groups(named: Sequence[tuple[str, Shape]], numel_max: int, ranks: int) -> list[Sequence[tuple[str, Shape]]]:
+def _sub_groups(named: Sequence[tuple[str, Span]], numel_max: int, ranks: int) -> list[Sequence[tuple[str, Span]]]:
     """Returns the sub-groups of a param group, as DeepSpeed's ``_create_fp16_sub_groups`` makes them. A sub-group is
     full once a rank has ``numel_max`` elements of it, or more."""
     if not named or numel_max >= _numel(named, ranks):
         return [named] if named else []
-    sub_groups: list[list[tuple[str, Shape]]] = [[]]
+    sub_groups: list[list[tuple[str, Span]]] = [[]]
     numel = 0
-    for name, shape in named:
+    for name, held in named:
         if numel >= numel_max:
             sub_groups.append([])
             numel = 0
-        sub_groups[-1].append((name, shape))
-        numel += partition_numel(shape, ranks)
+        sub_groups[-1].append((name, held))
+        numel += partition_numel(held.numel, ranks)
     return [*sub_groups]
 
 
@@ -131,7 +133,7 @@ def _partition(
     group_shapes = [shapes[name] for name in names]
     offsets, _, numel = offsets_of(group_shapes, setup)
     length = -(-numel // (START_ALIGNMENT * ranks)) * START_ALIGNMENT
-    ranges = cut_together(zip(names, group_shapes, offsets, strict=True), rank, length)
-    return FlatBuffer(
-        number, ranges, torch.empty(length, device="meta"), wider=momentum_of_muon(ranges) if by_muon else {}
-    )
+    held = {name: all_of(shapes[name]) for name in names}
+    ranges = cut_together(zip(names, held.values(), offsets, strict=True), rank, length)
+    wider = momentum_of_muon(ranges, held) if by_muon else {}
+    return FlatBuffer(number, ranges, torch.empty(length, device="meta"), wider=wider)

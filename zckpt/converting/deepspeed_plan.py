@@ -327,8 +327,8 @@ class FolderPlan:
             if self.setup.stage == 2:
                 yield name, _whole(info.key, info.dtype, info.shape)
                 continue
-            parameter_range = cut_alone(name, info.shape, rank, self.ranks)
-            numel = partition_numel(info.shape, self.ranks)
+            parameter_range = cut_alone(name, all_of(info.shape), rank, self.ranks)
+            numel = partition_numel(math.prod(info.shape), self.ranks)
             yield name, View(Storage(info.dtype, numel, {0: Run(info.key, parameter_range.span)}), (numel,))
 
     def _param_shapes(self) -> list[OrderedDict[str, torch.Size]]:

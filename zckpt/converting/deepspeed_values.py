@@ -82,11 +82,14 @@ def stages_1_and_2(zero: Mapping[str, Any], shapes: Shapes, rank: int, *, offloa
         length = master.numel() + (0 if padded else padding)
         sizes = [math.prod(shape) + gap for shape, gap in zip(group_shapes.values(), gaps, strict=True)]
         offsets = accumulate(sizes, initial=0)
-        ranges = cut_together(zip(group_shapes, group_shapes.values(), offsets, strict=False), rank, length)
+        held = {name: all_of(shape) for name, shape in group_shapes.items()}
+        ranges = cut_together(zip(held, held.values(), offsets, strict=False), rank, length)
         if any(parameter_range.offset + parameter_range.span.numel > master.numel() for parameter_range in ranges):
             raise FormatError(f"the weights of param group {number} are too short for its parameters")
         by_muon = group.get("use_muon") and not offload
-        flat = FlatBuffer(number, ranges, _key((length,), master), wider=momentum_of_muon(ranges) if by_muon else {})
+        flat = FlatBuffer(
+            number, ranges, _key((length,), master), wider=momentum_of_muon(ranges, held) if by_muon else {}
+        )
         yield FlatValues(flat, saved.get(group["params"][0], {}), master)
 
 
@@ -99,8 +102,9 @@ def stage_3(zero: Mapping[str, Any], shapes: Shapes, group: RankGroup, folder: D
     if not len(used) == len(masters) == len(shapes):
         raise FormatError("its param groups, weights and shapes are not those of one optimizer")
     for index, ((number, key), parameter_shapes, master) in enumerate(zip(used, shapes, masters, strict=True)):
-        ranges, state = cut_each(parameter_shapes.items(), group.rank, group.size), saved.get(key, {})
-        numel = sum(partition_numel(shape, group.size) for shape in parameter_shapes.values())
+        held = {name: all_of(shape) for name, shape in parameter_shapes.items()}
+        ranges, state = cut_each(held.items(), group.rank, group.size), saved.get(key, {})
+        numel = sum(partition_numel(span.numel, group.size) for span in held.values())
         if numel and not master.numel():
             files = _swapped(index, master, state, numel, folder, group.rank)
             yield FlatValues(FlatBuffer(number, ranges, _key((0,), master), files), state, master)

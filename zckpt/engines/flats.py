@@ -22,7 +22,6 @@ import torch
 from zckpt.engines.tensors import dtype_name
 from zckpt.format.grids import packed_sections
 from zckpt.format.names import Tier, is_part_name
-from zckpt.geometry import all_of
 from zckpt.state.inventory import MASTER, RESERVED_PARTS, FileRange, Fragment
 from zckpt.transfer.memory import has_own_operations
 
@@ -42,40 +41,45 @@ class ParameterRange:
     """The elements."""
     offset: int
     """The element of the flat buffer at which they begin."""
+    replicated: str = ""
+    """As in ``Fragment``."""
+    written: bool = True
+    """Whether this rank writes the elements. If not, another rank writes them, which holds them too."""
 
 
-def cut_together(named: Iterable[tuple[str, Sequence[int], int]], rank: int, length: int) -> tuple[ParameterRange, ...]:
+def cut_together(named: Iterable[tuple[str, Span, int]], rank: int, length: int) -> tuple[ParameterRange, ...]:
     """Returns the ranges that ``rank`` holds of parameters which lie one after another in a buffer that is cut into
-    partitions of ``length`` elements, one for each rank. ``named``: for each parameter its name, its shape, and the
-    element of the buffer at which it begins."""
-    begin, end, ranges = rank * length, (rank + 1) * length, []
-    for name, shape, offset in named:
-        span = all_of(shape).grid.clip(begin - offset, end - offset)
-        ranges.append(ParameterRange(name, span, offset + span.start - begin if span.numel else 0))
+    partitions of ``length`` elements, one for each rank. ``named``: for each parameter its name, its elements, and the
+    element of the buffer at which they begin."""
+    begin, ranges = rank * length, []
+    for name, held, offset in named:
+        span = held.clip(begin - offset, begin + length - offset)
+        ranges.append(ParameterRange(name, span, max(offset - begin, 0) if span.numel else 0))
     return tuple(ranges)
 
 
-def cut_alone(name: str, shape: Sequence[int], rank: int, ranks: int, offset: int = 0) -> ParameterRange:
-    """Returns the range that ``rank`` holds of a parameter that is cut on its own into ``ranks`` partitions of equal
-    length, the last of which may be padded. ``offset``: the element of the rank's flat buffer at which its partition
-    begins."""
-    length = partition_numel(shape, ranks)
-    return ParameterRange(name, all_of(shape).grid.clip(rank * length, (rank + 1) * length), offset)
+def cut_alone(name: str, held: Span, rank: int, ranks: int, offset: int = 0) -> ParameterRange:
+    """Returns the range that ``rank`` holds of a parameter whose elements ``held`` are cut on their own into ``ranks``
+    partitions of equal length, the last of which may be padded. ``offset``: the element of the rank's flat buffer at
+    which its partition begins."""
+    length = partition_numel(held.numel, ranks)
+    return ParameterRange(name, held.clip(rank * length, (rank + 1) * length), offset)
 
 
-def partition_numel(shape: Sequence[int], ranks: int) -> int:
-    """Returns the number of elements in each partition of a parameter that is cut on its own, including the padding."""
-    return -(-math.prod(shape) // ranks)
+def partition_numel(numel: int, ranks: int) -> int:
+    """Returns the number of elements in each partition of ``numel`` elements that are cut on their own, including the
+    padding."""
+    return -(-numel // ranks)
 
 
-def cut_each(named: Iterable[tuple[str, Sequence[int]]], rank: int, ranks: int) -> tuple[ParameterRange, ...]:
+def cut_each(named: Iterable[tuple[str, Span]], rank: int, ranks: int) -> tuple[ParameterRange, ...]:
     """Returns the ranges that ``rank`` holds of parameters that are each cut on their own into ``ranks`` partitions.
-    The partitions of the rank lie one after another in its flat buffer. ``named``: the name and the shape of each
+    The partitions of the rank lie one after another in its flat buffer. ``named``: the name and the elements of each
     parameter."""
     ranges, offset = [], 0
-    for name, shape in named:
-        ranges.append(cut_alone(name, shape, rank, ranks, offset))
-        offset += partition_numel(shape, ranks)
+    for name, held in named:
+        ranges.append(cut_alone(name, held, rank, ranks, offset))
+        offset += partition_numel(held.numel, ranks)
     return tuple(ranges)
 
 
@@ -84,12 +88,16 @@ def consecutive(shapes: Iterable[Sequence[int]]) -> list[int]:
     return list(accumulate(map(math.prod, shapes), initial=0))[:-1]
 
 
-def momentum_of_muon(ranges: Iterable[ParameterRange]) -> dict[str, tuple[ParameterRange, ...]]:
-    """Returns the value of ``FlatBuffer.wider`` for a flat buffer that Muon updates. Muon's momentum holds the whole of
-    each parameter of which the flat buffer has any elements, one parameter after another."""
-    held = [(held.name, held.span.grid.shape) for held in ranges if held.span.numel]
-    offsets = consecutive(shape for _, shape in held)
-    whole = [ParameterRange(name, all_of(shape), offset) for (name, shape), offset in zip(held, offsets, strict=True)]
+def momentum_of_muon(
+    ranges: Iterable[ParameterRange], held: Mapping[str, Span]
+) -> dict[str, tuple[ParameterRange, ...]]:
+    """Returns the value of ``FlatBuffer.wider`` for a flat buffer that Muon updates. ``held``: the elements of each
+    parameter before they are cut into partitions. Muon's momentum has these of each parameter of which the flat buffer
+    has any elements, one parameter after another."""
+    whole, offset = [], 0
+    for name in (parameter_range.name for parameter_range in ranges if parameter_range.span.numel):
+        whole.append(ParameterRange(name, held[name], offset))
+        offset += held[name].numel
     return {"momentum_buffer": tuple(whole)} if whole else {}
 
 
@@ -113,8 +121,6 @@ class FlatBuffer:
     wider: Mapping[str, tuple[ParameterRange, ...]] = field(default_factory=dict)
     """For each moment that is 1-D and holds more elements than the flat buffer: the ranges of the parameters in that
     moment."""
-    replicated: str = ""
-    """As in ``Fragment``, for all fragments of this flat buffer."""
     shares: tuple[ParameterRange, ...] | None = None
     """The ranges that this rank reads in a restore, if it reads less than it holds, because other ranks read the
     rest."""
@@ -143,13 +149,13 @@ class FlatBuffer:
         moment, in a tensor or in a swap file. ``dtype``: the dtype of its elements."""
         ranges = self.ranges
         if part in self.wider:
-            starts = {parameter_range.name: parameter_range.offset for parameter_range in self.wider[part]}
+            wider = {parameter_range.name: parameter_range for parameter_range in self.wider[part]}
             ranges = tuple(
-                replace(parameter_range, offset=starts[parameter_range.name] + parameter_range.span.start)
-                for parameter_range in ranges
-                if parameter_range.span.numel
+                replace(held, offset=wider[held.name].offset + held.span.start - wider[held.name].span.start)
+                for held in ranges
+                if held.span.numel
             )
-        return _fragments(ranges, part, dtype, data, tier, self.replicated)
+        return _fragments((held for held in ranges if held.written), part, dtype, data, tier)
 
     def wanted(self, part: str, dtype: torch.dtype, data: torch.Tensor | None = None) -> Iterator[Fragment]:
         """Yields the fragments that this rank reads of ``part``. Without ``shares``, these are all elements that its
@@ -174,7 +180,6 @@ def _fragments(
     dtype: torch.dtype,
     data: torch.Tensor | FileRange | None,
     tier: Tier,
-    replicated: str = "",
 ) -> Iterator[Fragment]:
     tier = Tier.NVME if isinstance(data, FileRange) else tier
     for parameter_range in ranges:
@@ -182,7 +187,7 @@ def _fragments(
         if span.numel:
             view = None if data is None else elements_of(data, parameter_range.offset, span.numel, dtype)
             stored_dtype = dtype_name(dtype, f"{part}/{name}")
-            yield Fragment(part, name, stored_dtype, span, tier, replicated=replicated, data=view)
+            yield Fragment(part, name, stored_dtype, span, tier, replicated=parameter_range.replicated, data=view)
 
 
 def elements_of(data: torch.Tensor | FileRange, start: int, count: int, dtype: torch.dtype) -> torch.Tensor | FileRange:

@@ -11,13 +11,13 @@ from zckpt.engines.tensors import holdings
 from zckpt.state.inventory import GRADIENT, MASTER, PARAM, Holding
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping
+    from collections.abc import Collection, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     import torch
 
     from zckpt.engines.flats import FlatBuffer, ParameterRange
-    from zckpt.engines.group import RankGroup
+    from zckpt.engines.placement import Placement
     from zckpt.format.names import Tier
     from zckpt.state.inventory import FileRange
 
@@ -37,18 +37,24 @@ class Kind:
     Attributes whose storages also belong to master weights, to their optimizer state or to parameters are left out.
     Some versions of DeepSpeed do not have all of these attributes."""
 
-    def __init__(self, wrapper: Any, parameters: Mapping[str, torch.nn.Parameter], group: RankGroup) -> None:
-        """Changes nothing. ``wrapper``: the object that has the state. ``parameters``: those of the module, by name.
-        ``group``: the ranks of the engine."""
-        self._wrapper = wrapper
-        self._parameters: Mapping[str, Any] = parameters
-        self._group = group
+    def __init__(self, wrapper: Any, parameters: Mapping[str, Any], placements: Mapping[str, Placement]) -> None:
+        """Changes nothing. ``wrapper``: the object that has the state. ``parameters`` and ``placements``: those of the
+        module, by name."""
+        self._wrapper, self._parameters, self._placements = wrapper, parameters, placements
 
     @classmethod
-    def unsupported(cls, wrapper: Any, parameters: Mapping[str, Any], group: RankGroup) -> Iterator[str]:
+    def unsupported(
+        cls, wrapper: Any, parameters: Mapping[str, Any], placements: Mapping[str, Placement]
+    ) -> Iterator[str]:
         """Yields the reasons why this layout of the parameters is not supported, with names of parameters. Changes
         nothing."""
         raise NotImplementedError
+
+    @classmethod
+    def shapes(cls, wrapper: Any) -> Mapping[int, Sequence[int]]:
+        """Returns the shape of the local tensor of each parameter whose own shape may be another one, by the id of the
+        parameter."""
+        return {}
 
     @classmethod
     def has_gradients(cls, wrapper: Any) -> bool:
@@ -78,9 +84,9 @@ class Kind:
         raise NotImplementedError
 
     def replicated(self, name: str) -> str:
-        """Returns the label of the set of replicas to which the weight of a parameter belongs, as in
-        ``FlatBuffer.replicated``."""
-        return ""
+        """Returns the label of the set of replicas to which what this rank holds of a weight belongs, as in
+        ``Fragment``."""
+        raise NotImplementedError
 
     def read_share(self, name: str) -> tuple[ParameterRange, torch.Tensor | FileRange]:
         """Returns what this rank reads of a parameter in a restore, as ``weight`` does. This is less than ``weight``

@@ -8,6 +8,8 @@ from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from zckpt.engines import optimizer
 from zckpt.engines.contract import EngineAdapter
 from zckpt.engines.extra_state import ExtraState
@@ -33,8 +35,6 @@ from zckpt.transfer.memory import not_plain
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping
-
-    import torch
 
     from zckpt.engines.contract import Stored
     from zckpt.engines.flats import ParameterRange
@@ -137,7 +137,10 @@ class ModuleAdapter(EngineAdapter):
                     like = next(names[name] for name in flat.names if name in names) if live is None else live
                     dtype = like.dtype
                     if live is None and dtype in {masters[name].dtype for name in flat.names if name in masters}:
-                        dtype = flat.master.dtype  # A moment that was saved in the dtype of its weight has it here too.
+                        # A moment that was saved in the dtype of its weight has it here too.
+                        dtype = flat.master.dtype
+                        if getattr(self.kind.optimizer, "fp32_optimizer_states", False):  # as DeepSpeedCPUAdam may have
+                            dtype = torch.float32
                     fragments += flat.expected(part, dtype)
         weights = self.weights_to_read(empty=True)
         buffers = self.buffer_fragments(self.buffers[0], empty=True)

@@ -1,48 +1,50 @@
-"""Engines that keep weights whole on every rank, and tensors of which every rank has a replica.
+"""Engines that keep local tensors whole, and tensors of which several ranks have a replica.
 
-Each rank reads one share of the elements of a replica, so each byte is read only once, and the ranks exchange what they
-have read. ``plan.replicas`` describes the shares, and how a write chooses them.
+Each of the owners of a replica reads one share of its elements, so each byte is read only once, and the owners exchange
+what they have read. ``plan.replicas`` describes the shares, and how a write chooses them.
 """
 
 from __future__ import annotations
 
 from contextlib import nullcontext
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from zckpt.engines.flats import ParameterRange
 from zckpt.engines.kind import Kind
+from zckpt.engines.tensors import local_of
 from zckpt.format.names import Tier
-from zckpt.geometry import all_of
 from zckpt.plan.replicas import WHOLE, Share
 from zckpt.transfer.memory import lies_in_order
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from zckpt.engines.group import RankGroup
+    from zckpt.engines.placement import Placement
 
-EVERY_RANK = "every rank"
-"""The label of the set of those replicas that every rank of an engine holds."""
 GATHER_BYTES = 32 << 20
 """The largest number of bytes that one all-gather returns. It needs memory for these bytes, and for the bytes that this
 rank sends."""
 
 
 class Replicated(Kind):
-    """What the classes share that are for wrappers with whole weights on every rank. An engine without an optimizer
-    needs nothing else. ``Kind`` documents the members."""
+    """What the classes share that are for wrappers with whole local tensors. An engine without an optimizer needs
+    nothing else. ``Kind`` documents the members."""
 
-    def __init__(self, wrapper: Any, parameters: Mapping[str, torch.nn.Parameter], group: RankGroup) -> None:
-        super().__init__(wrapper, parameters, group)
+    def __init__(self, wrapper: Any, parameters: Mapping[str, Any], placements: Mapping[str, Placement]) -> None:
+        super().__init__(wrapper, parameters, placements)
         self._gather: Callable[[], None] = lambda: None
         """Makes the replicas complete from the shares of all ranks. ``after_fill`` sets this function, and
         ``after_restore`` calls it."""
 
     @classmethod
-    def unsupported(cls, wrapper: Any, parameters: Mapping[str, Any], group: RankGroup) -> Iterator[str]:
+    def unsupported(
+        cls, wrapper: Any, parameters: Mapping[str, Any], placements: Mapping[str, Placement]
+    ) -> Iterator[str]:
         yield from unsupported(parameters)
 
     def tier(self, part: str) -> Tier:
@@ -52,33 +54,46 @@ class Replicated(Kind):
         return self._elements(name, WHOLE)
 
     def replicated(self, name: str) -> str:
-        return EVERY_RANK if self._group.size > 1 else ""
+        return self._placements[name].replicated
 
     def read_share(self, name: str) -> tuple[ParameterRange, torch.Tensor]:
-        return self._elements(name, self._share)
+        return self._elements(name, self._share(name))
 
     def weight_in_memory(self, name: str) -> AbstractContextManager[torch.Tensor]:
         return nullcontext(self.read_share(name)[1])
 
     def after_fill(self, weights: Collection[str]) -> None:
-        self._gather = gathering(self._weights(weights), self._group)
+        self._gather = self._gathering((name, self._parameters[name]) for name in self._parameters if name in weights)
 
     def after_restore(self) -> None:
         self._gather()
 
-    @property
-    def _share(self) -> Share:
-        """The share of each replica that this rank reads."""
-        return Share(self._group.rank, self._group.size)
+    def _share(self, name: str) -> Share:
+        """Returns the share of the local tensor of a parameter that this rank reads."""
+        owners = self._placements[name].owners
+        return Share(owners.rank, owners.size)
 
     def _elements(self, name: str, share: Share) -> tuple[ParameterRange, torch.Tensor]:
-        parameter = self._parameters[name]
-        span = share.of(all_of(parameter.shape))
-        return ParameterRange(name, span, 0), parameter.detach().view(-1)[span.start : span.stop]
+        held = self._placements[name].span
+        span = share.of(held)
+        data = local_of(self._parameters[name]).detach().view(-1)
+        return ParameterRange(name, span, 0), data.narrow(0, span.start - held.start, span.numel)
 
-    def _weights(self, names: Collection[str]) -> list[torch.Tensor]:
-        """Returns the parameters that have these names."""
-        return [parameter for name, parameter in self._parameters.items() if name in names]
+    def _gathering(self, replicas: Iterable[tuple[str, torch.Tensor]]) -> Callable[[], None]:
+        """Returns what ``gathering`` returns, for all groups of owners. ``replicas``: whole replicas, each with the
+        name of a parameter that has the same owners. The owners have to pass the same replicas."""
+        by_ranks: dict[tuple[int, ...], tuple[RankGroup, list[torch.Tensor]]] = {}
+        for name, replica in replicas:
+            owners = self._placements[name].owners
+            by_ranks.setdefault(owners.ranks, (owners, []))[1].append(replica)
+        # With one order of all groups, no two ranks that are in several of them can wait for each other.
+        gathers = [gathering(tensors, owners) for _, (owners, tensors) in sorted(by_ranks.items(), key=itemgetter(0))]
+
+        def gather() -> None:
+            for each in gathers:
+                each()
+
+        return gather
 
 
 def unsupported(parameters: Mapping[str, torch.Tensor]) -> Iterator[str]:

@@ -3,21 +3,20 @@ own, or is its own master weight."""
 
 from __future__ import annotations
 
+import math
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zckpt.engines import replicas
 from zckpt.engines.flats import FlatBuffer, ParameterRange, foreign, moments
 from zckpt.engines.tensors import is_zero, local_of
-from zckpt.geometry import all_of
-from zckpt.plan.replicas import WHOLE
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
 
     import torch
 
-    from zckpt.engines.group import RankGroup
-    from zckpt.plan.replicas import Share
+    from zckpt.engines.placement import Placement
 
 
 class ParamGroup(NamedTuple):
@@ -41,14 +40,16 @@ class ParamGroup(NamedTuple):
 class Unwrapped(replicas.Replicated):
     """Reads and restores an optimizer that updates the model's own parameters. ``Kind`` documents the members."""
 
-    def __init__(self, wrapper: Any, parameters: Mapping[str, torch.nn.Parameter], group: RankGroup) -> None:
-        super().__init__(wrapper, parameters, group)
+    def __init__(self, wrapper: Any, parameters: Mapping[str, Any], placements: Mapping[str, Placement]) -> None:
+        super().__init__(wrapper, parameters, placements)
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         self._groups = tuple(self._param_groups(wrapper))
         self.flats = tuple(map(self._flat, self._groups))
 
     @classmethod
-    def unsupported(cls, wrapper: Any, parameters: Mapping[str, Any], group: RankGroup) -> Iterator[str]:
+    def unsupported(
+        cls, wrapper: Any, parameters: Mapping[str, Any], placements: Mapping[str, Placement]
+    ) -> Iterator[str]:
         param_groups = list(cls._param_groups(wrapper))
         yield from replicas.unsupported(parameters)
         yield from foreign(
@@ -73,7 +74,8 @@ class Unwrapped(replicas.Replicated):
 
     def after_fill(self, weights: Collection[str]) -> None:
         # Weights that were not restored are already equal on every rank.
-        self._gather = replicas.gathering([*self._weights(weights), *self._replicas()], self._group)
+        restored = ((name, self._parameters[name]) for name in self._parameters if name in weights)
+        self._gather = self._gathering(chain(restored, self._replicas()))
 
     def after_restore(self) -> None:
         self._gather()
@@ -84,33 +86,28 @@ class Unwrapped(replicas.Replicated):
             for parameter in param_group.parameters:
                 parameter.grad = None
 
-    def _replicas(self) -> Iterator[torch.Tensor]:
-        """Yields views of the master weight and of each moment of each parameter, in the same order on every rank."""
+    def _replicas(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields views of the master weight and of each moment of each parameter that other ranks read in part, each
+        with the name of the parameter, in the same order on every rank."""
         for param_group, flat in zip(self._groups, self.flats, strict=True):
-            if flat.shares is None:
+            if all(self._placements[name].owners.size == 1 for name in flat.names):
                 continue
             state = moments(flat, self.optimizer.state.get(flat.master, {}))
             for data in (param_group.master, *(state[key] for key in sorted(state))):
-                for _, view in param_group.whole(data):
-                    yield view
+                for parameter, view in param_group.whole(data):
+                    yield self._names[id(parameter)], view
 
     def _flat(self, param_group: ParamGroup) -> FlatBuffer:
-        return FlatBuffer(
-            param_group.group,
-            tuple(self._ranges(param_group, WHOLE)),
-            param_group.master,
-            whole=len(param_group.parameters) == 1,
-            replicated=replicas.EVERY_RANK if self._group.size > 1 else "",
-            shares=tuple(self._ranges(param_group, self._share)),
-        )
-
-    def _ranges(self, param_group: ParamGroup, share: Share) -> Iterator[ParameterRange]:
-        """Yields the range of each parameter that belongs to a share."""
-        offset = 0
+        ranges, shares, offset = [], [], 0
         for parameter in param_group.parameters:
-            span = share.of(all_of(parameter.shape))
-            yield ParameterRange(self._names[id(parameter)], span, offset + span.start)
-            offset += parameter.numel()
+            name = self._names[id(parameter)]
+            placement = self._placements[name]
+            held, share = placement.span, self._share(name).of(placement.span)
+            ranges.append(ParameterRange(name, held, offset, placement.replicated))
+            shares.append(ParameterRange(name, share, offset + share.start - held.start))
+            offset += held.numel
+        whole = len(ranges) == 1 and ranges[0].span.numel == math.prod(ranges[0].span.grid.shape)
+        return FlatBuffer(param_group.group, tuple(ranges), param_group.master, whole=whole, shares=tuple(shares))
 
     @staticmethod
     def _inner(wrapper: Any) -> Any:

@@ -128,7 +128,7 @@ class ReferenceAdapter(EngineAdapter):
         for part, tensors in engine.tensors.items():
             for name, data in tensors.items():
                 whole = part == BUFFER
-                span = all_of(data.shape) if whole else all_of(engine.shapes[name]).grid.clip(*engine.ranges[name])
+                span = all_of(data.shape) if whole else all_of(engine.shapes[name]).clip(*engine.ranges[name])
                 tier = Tier.DEVICE if data.device == engine.device else Tier.HOST
                 dtype = dtype_name(data.dtype, f"{part}/{name}")
                 copy = engine.rank if whole else 0

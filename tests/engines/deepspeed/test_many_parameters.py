@@ -9,7 +9,9 @@ import torch
 
 from zckpt.engines import optimizer
 from zckpt.engines.group import RankGroup
+from zckpt.engines.placement import Placement
 from zckpt.engines.unwrapped import Unwrapped
+from zckpt.geometry import all_of
 
 
 class Name(str):
@@ -60,7 +62,9 @@ def uses(kind: type[torch.optim.SGD], count: int, *, known: bool) -> int:
             last = {"step": 3} if n == count - 1 else {}
             values = last if kind is FusedAdam else {"scale": Number(n)}
             made.state[parameter] = {"exp_avg": torch.zeros(1), **values}
-        return made, Unwrapped(made, parameters, RankGroup(None, 0, (0,)))
+        alone = RankGroup(None, 0, (0,))
+        placements = {name: Placement(all_of(weight.shape), alone) for name, weight in parameters.items()}
+        return made, Unwrapped(made, parameters, placements)
 
     Name.used = 0
     made, wrapper = live("p")

@@ -11,19 +11,21 @@ import torch
 
 from zckpt.engines import optimizer, rng
 from zckpt.engines.contract import Use
-from zckpt.engines.deepspeed import refuse, scaler
+from zckpt.engines.deepspeed import data_sampler, refuse, scaler
 from zckpt.engines.deepspeed.group import group_of_engine, process_group
+from zckpt.engines.deepspeed.placements import placements_of
 from zckpt.engines.deepspeed.restoring import DeepSpeedRestoring, rng_tracker
 from zckpt.engines.deepspeed.setup import setup_of
 from zckpt.engines.deepspeed.wrapper import kind_of
 from zckpt.engines.deepspeed.zero12 import uses_muon
 from zckpt.engines.hooks import call_before
 from zckpt.engines.module_adapter import ModuleAdapter
-from zckpt.engines.tensors import unwrapped
+from zckpt.engines.tensors import some_bytes, unwrapped
 from zckpt.engines.trees import COUNTERS
 from zckpt.engines.unwrapped import Unwrapped
 from zckpt.errors import UnsupportedError
 from zckpt.state.inventory import BUFFER, GRADIENT, PARAM
+from zckpt.transfer.stored import values_digest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from zckpt.engines.contract import Selection
     from zckpt.engines.group import RankGroup
     from zckpt.engines.kind import Kind
+    from zckpt.engines.placement import Placement
 
 
 class DeepSpeedAdapter(ModuleAdapter):
@@ -44,7 +47,8 @@ class DeepSpeedAdapter(ModuleAdapter):
 
     @property
     def trees(self) -> tuple[str, ...]:
-        return ("counters", *(("optimizer", "scaler", "scheduler") if self.trains else ()))
+        of_loader = ("data_sampler",) if data_sampler.sampler_of(self.engine) is not None else ()
+        return ("counters", *of_loader, *(("optimizer", "scaler", "scheduler") if self.trains else ()))
 
     @property
     def step(self) -> int:
@@ -56,7 +60,7 @@ class DeepSpeedAdapter(ModuleAdapter):
             "framework": f"DeepSpeed {sys.modules['deepspeed'].__version__}",
             "torch": str(torch.__version__),
             "mode": f"ZeRO stage {int(self.engine.zero_optimization_stage())}",
-            "optimizer": type(self.kind.optimizer).__name__ if self.trains else "none",
+            "optimizer": optimizer.class_name(self.kind.optimizer) if self.trains else "none",
         }
 
     def refuse_unsupported(self, *, drop_gradients: bool = False, leave_out: bool = False) -> None:
@@ -88,15 +92,29 @@ class DeepSpeedAdapter(ModuleAdapter):
             "deepspeed": setup_of(self.engine, self.parameters[0], self._groups()).tree(),
             **self.tree_of_extra_state(),
         }
+        sampler = data_sampler.sampler_of(self.engine)
+        if sampler is not None:
+            trees["data_sampler"] = data_sampler.capture(sampler)
         if not self.trains:
             return trees
         return trees | self.trees_of_optimizer() | {"scaler": scaler.capture(self.engine.optimizer)}
 
     def sample(self) -> bytes:
         # With ZeRO-3, no rank has whole weights, but DeepSpeed numbers the parameters of a job alike on every rank.
-        weights = (weight for weight in self.parameters[0].values() if weight.requires_grad)
+        weights = [weight for weight in self.parameters[0].values() if weight.requires_grad]
         numbers = [weight.ds_id for weight in weights if hasattr(weight, "ds_id")]
-        return repr(numbers[:1]).encode() if numbers else super().sample()
+        if numbers:
+            return repr(numbers[:1]).encode()
+        placements = self._placements
+        whole = [
+            weight.detach()
+            for name, weight in self.parameters[0].items()
+            if weight.requires_grad and placements[name].span.numel == placements[name].span.grid.numel
+        ]
+        if all(placement.alike for placement in placements.values()):
+            return some_bytes(whole)
+        # Replicas of these are cut into partitions with other borders, which cannot be compared.
+        return b"".join(map(values_digest, whole))
 
     def rank_state(self) -> dict[str, Any]:
         tracked = rng_tracker().get_states()
@@ -167,7 +185,12 @@ class DeepSpeedAdapter(ModuleAdapter):
 
     @cached_property
     def kind(self) -> Kind:
-        return self._kind_class(self.engine.optimizer, self.parameters[0], self.group)
+        return self._kind_class(self.engine.optimizer, self.parameters[0], self._placements)
+
+    @cached_property
+    def _placements(self) -> dict[str, Placement]:
+        wrapper = self.engine.optimizer
+        return placements_of(self.engine, self.parameters[0], self._kind_class.shapes(wrapper))
 
     def _groups(self) -> list[list[str]] | None:
         """Returns the value of ``Setup.groups``: the names of the parameters of each param group, or None unless the

@@ -14,13 +14,17 @@ from zckpt.engines.flats import consecutive
 from zckpt.state.inventory import GRADIENT
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping, Sequence
 
 
 class Bf16Optimizer(Zero12):
     """Reads and restores DeepSpeed's ``BF16_Optimizer``. ``Kind`` documents the members."""
 
     MEMORY: ClassVar = {GRADIENT: ("fp32_groups_gradients_flat",)}
+
+    @classmethod
+    def shapes(cls, wrapper: Any) -> Mapping[int, Sequence[int]]:
+        return {}
 
     @staticmethod
     def changes_only_in_step(wrapper: Any) -> bool:
@@ -36,6 +40,6 @@ class Bf16Optimizer(Zero12):
 
     @classmethod
     def _groups(cls, wrapper: Any) -> Iterator[Group]:
-        for parameters, master in zip(wrapper.bf16_groups, wrapper.fp32_groups_flat_partition, strict=True):
-            shapes = [parameter.shape for parameter in parameters]
-            yield Group(parameters, shapes, consecutive(shapes), master)
+        columns = (wrapper.bf16_groups, wrapper.fp32_groups_flat_partition, wrapper.real_dp_process_group)
+        for parameters, master, owners in zip(*columns, strict=True):
+            yield Group(parameters, consecutive(parameter.shape for parameter in parameters), master, owners)

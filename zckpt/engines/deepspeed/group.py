@@ -15,11 +15,18 @@ def group_of_engine(engine: Any) -> RankGroup:
 
 
 def process_group(engine: Any) -> dist.ProcessGroup | None:
-    """Returns the process group over which ZeRO partitions the engine's state, or None if it has all ranks of the job.
+    """Returns the process group of the engine's ranks, or None if these are all ranks of the job.
 
-    This never raises an error. If process groups have not been set up, it returns None.
+    With tensor parallelism, no process group has the ranks of all local tensors, so these have to be all ranks of the
+    job. This never raises an error. If process groups have not been set up, it returns None.
     """
+    owners = process_group_of_owners(engine)
+    ranks = 1 if owners is None else owners.size() * max(int(getattr(engine, "mp_world_size", 1) or 1), 1)
+    return None if owners is None or ranks == dist.get_world_size() else owners
+
+
+def process_group_of_owners(engine: Any) -> dist.ProcessGroup | None:
+    """Returns the process group of the ranks that have the same local tensors as this rank, or None if process groups
+    have not been set up. ZeRO partitions over it."""
     group = getattr(engine, "seq_data_parallel_group", None)
-    if not (dist.is_initialized() and isinstance(group, dist.ProcessGroup)):
-        return None
-    return None if group.size() == dist.get_world_size() else group
+    return group if dist.is_initialized() and isinstance(group, dist.ProcessGroup) else None

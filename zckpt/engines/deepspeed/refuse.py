@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zckpt.engines.deepspeed.group import group_of_engine
+from zckpt.engines.deepspeed.group import group_of_engine, process_group, process_group_of_owners
+from zckpt.engines.deepspeed.placements import placements_of
 from zckpt.engines.deepspeed.wrapper import kind_of
 from zckpt.engines.group import ranks_of
 from zckpt.engines.tensors import persistent_buffers
@@ -35,11 +36,10 @@ def unsupported(engine: Any) -> list[str]:
 
 
 def _kind(engine: Any) -> Iterator[str]:
-    for name, setting in (("PipelineEngine", "pipeline parallelism"), ("DeepSpeedHybridEngine", "hybrid_engine")):
-        if _is_a(engine, name):
-            yield f"{setting} ({name})"
-    if _is_a(engine, "DeepSpeedHybridEngine"):
-        return
+    if _is_a(engine, "PipelineEngine"):
+        yield "pipeline parallelism (PipelineEngine)"
+    if getattr(engine, "_inference_containers", None):  # Their weights are those of the model, or LoRA is fused in.
+        yield "hybrid_engine with inference containers"
     optimizer, inner = engine.optimizer, getattr(engine.optimizer, "optimizer", None)
     if kind_of(engine) is None:
         yield f"zero_optimization.stage = {int(engine.zero_optimization_stage())} with {type(optimizer).__name__}"
@@ -51,12 +51,6 @@ def _kind(engine: Any) -> Iterator[str]:
 def _precision(engine: Any) -> Iterator[str]:
     if getattr(engine.optimizer, "dtype", torch.float32) not in (torch.bfloat16, torch.float16, torch.float32):
         yield f"parameters in {engine.optimizer.dtype}"
-    if _setting(engine, "fp16_master_weights_and_gradients"):
-        yield "fp16.fp16_master_weights_and_grads"
-    if _setting(engine, "bf16_master_weights_and_gradients"):
-        yield "bf16.bf16_master_weights_and_grads"
-    if _setting(engine, "bf16_optimizer_states"):
-        yield "bf16.bf16_optimizer_states"
     if _setting(engine, "amp_enabled"):
         yield "amp (NVIDIA Apex)"
     if _setting(engine, "torch_autocast_enabled") and engine.torch_autocast_dtype() == torch.float16:
@@ -71,8 +65,8 @@ def _precision(engine: Any) -> Iterator[str]:
 def _offload(engine: Any) -> Iterator[str]:
     for setting in ("offload_optimizer", "offload_param"):
         offload = _setting(engine, f"zero_{setting}")
-        if getattr(offload, "ratio", 1.0) < 1.0:
-            yield f"zero_optimization.{setting}.ratio = {offload.ratio}"
+        if getattr(offload, "ratio", 1.0) < 1.0 and offload.device == "nvme":
+            yield f"zero_optimization.{setting}.ratio = {offload.ratio} with device = nvme"
         if getattr(offload, "super_offload", False):
             yield f"zero_optimization.{setting}.super_offload"
     if _setting(engine, "zenflow_config") is not None:
@@ -81,15 +75,11 @@ def _offload(engine: Any) -> Iterator[str]:
 
 def _parallelism(engine: Any) -> Iterator[str]:
     zero = engine._config.zero_config
-    if getattr(zero, "zero_hpz_partition_size", 1) > 1:
-        yield f"zero_optimization.zero_hpz_partition_size = {zero.zero_hpz_partition_size}"
     if getattr(zero, "mics_shard_size", -1) > 0:
         yield f"zero_optimization.mics_shard_size = {zero.mics_shard_size}"
-    if _setting(engine, "autotp_size", 1) > 1:
-        yield f"tensor_parallel.autotp_size = {engine.autotp_size()}"
-    # The mp_world_size of a PipelineEngine counts its pipeline stages too, and _kind refuses that engine anyway.
-    elif engine.mp_world_size > 1 and not _is_a(engine, "PipelineEngine"):
-        yield f"tensor parallelism (mpu, {engine.mp_world_size} ranks)"
+    owners = process_group_of_owners(engine)
+    if engine.mp_world_size > 1 and owners is not None and process_group(engine) is not None:
+        yield f"tensor parallelism ({engine.mp_world_size} ranks) in an engine that has only some ranks of the job"
     for method in ("get_pipeline_model_parallel_world_size", "get_pipe_parallel_world_size"):
         stages = getattr(engine.mpu, method, lambda: 1)()
         if stages > 1 and not _is_a(engine, "PipelineEngine"):
@@ -115,8 +105,6 @@ def _features(engine: Any) -> Iterator[str]:
         yield "compile.deepcompile"
     if _setting(engine, "random_ltd_enabled"):
         yield "data_efficiency.data_routing.random_ltd"
-    if _setting(engine, "curriculum_learning_enabled"):
-        yield "data_efficiency.data_sampling.curriculum_learning"
     for module in engine.module.modules():
         if _is_a(module, "LoRAOptimizedLinear") or _is_a(module, "QuantizedLinear"):
             yield f"deepspeed.linear ({type(module).__name__})"
@@ -131,7 +119,13 @@ def _parameters(engine: Any) -> Iterator[str]:
             return  # Whatever would divide it into the shares of the ranks might call code of its class.
     kind = kind_of(engine)
     if kind is not None:
-        yield from kind.unsupported(engine.optimizer, dict(engine.module.named_parameters()), group_of_engine(engine))
+        parameters = dict(engine.module.named_parameters())
+        try:
+            placements = placements_of(engine, parameters, kind.shapes(engine.optimizer))
+        except ValueError as error:
+            yield str(error)
+            return
+        yield from kind.unsupported(engine.optimizer, parameters, placements)
 
 
 def _dtypes(engine: Any) -> Iterator[str]:

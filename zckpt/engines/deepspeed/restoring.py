@@ -6,7 +6,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from zckpt.engines import rng
-from zckpt.engines.deepspeed import cpu_adam, scaler
+from zckpt.engines.deepspeed import cpu_adam, data_sampler, scaler
 from zckpt.engines.module_restoring import ModuleRestoring
 from zckpt.engines.trees import counters_of, subtree
 
@@ -18,9 +18,15 @@ class DeepSpeedRestoring(ModuleRestoring):
     """Puts one ``Selection`` into one DeepSpeed engine on one rank. ``Restoring`` documents its methods."""
 
     def problems(self) -> list[str]:
-        if "scaler" in self._selection.state:
-            scaler.check(self._selection.state["scaler"])
-        return super().problems()
+        state = self._selection.state
+        if "scaler" in state:
+            scaler.check(state["scaler"])
+        reasons = super().problems()
+        if state.get("data_sampler") is not None:
+            data_sampler.check(state)
+        elif "data_sampler" in state and self._selection.strict:
+            reasons.append("data_sampler: none in the checkpoint, though the engine learns by a curriculum")
+        return reasons
 
     def _set_more_state(self) -> None:
         engine, state, rank_state = self._engine, self._selection.state, self._selection.rank_state
@@ -29,6 +35,8 @@ class DeepSpeedRestoring(ModuleRestoring):
             cpu_adam.replay(self._kind.optimizer, self._kind.flats, betas_vary)
         if "scaler" in state:
             scaler.restore(state["scaler"], engine.optimizer)
+        if state.get("data_sampler") is not None:
+            data_sampler.restore(state["data_sampler"], data_sampler.sampler_of(engine))
         if "counters" in state:
             for name, value in counters_of(state).items():
                 setattr(engine, name, value)

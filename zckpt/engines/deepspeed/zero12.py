@@ -1,9 +1,9 @@
 """ZeRO stages 1 and 2. This file has all code that uses private attributes of DeepSpeed's ``DeepSpeedZeroOptimizer``.
 
 The parameters of a param group lie one after another in one buffer. It is cut into as many equal partitions as there
-are ranks, and a cut may go through a parameter. A rank keeps the master weights and moments of its partition as one
-flat buffer. Every rank has all weights in the dtype that the model computes with, and all parameters that are not
-trained.
+are owners, and a cut may go through a parameter. A rank keeps the master weights and moments of its partition as one
+flat buffer. Every rank has all of its weights in the dtype that the model computes with, and all parameters that are
+not trained.
 
 If ``round_robin_gradients`` reorders the parameters, ``_hp_mapping`` and what DeepSpeed derives from it are wrong. They
 are made anew after a restore, but are never read here.
@@ -11,11 +11,13 @@ are made anew after a restore, but are never read here.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from zckpt.engines import replicas
 from zckpt.engines.flats import FlatBuffer, consecutive, cut_together, foreign, momentum_of_muon
-from zckpt.engines.group import ranks_of
+from zckpt.engines.group import rank_group_of
+from zckpt.engines.placement import other_owners
 from zckpt.engines.tensors import holdings
 from zckpt.format.names import Tier
 from zckpt.state.inventory import GRADIENT, MASTER, PARAM
@@ -24,8 +26,9 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
 
     import torch
+    from torch.distributed import ProcessGroup
 
-    from zckpt.engines.group import RankGroup
+    from zckpt.engines.placement import Placement
     from zckpt.state.inventory import Holding
 
 
@@ -34,12 +37,12 @@ class Group(NamedTuple):
 
     parameters: Sequence[Any]
     """The parameters, in the order in which they lie in the buffer of the group."""
-    shapes: Sequence[torch.Size]
-    """The shape of each of these parameters."""
     offsets: Sequence[int]
     """The element of the buffer at which each of these parameters begins."""
     master: torch.Tensor
     """The master weights of this rank's partition."""
+    owners: ProcessGroup
+    """The process group over which the buffer is partitioned."""
     muon: Sequence[Any] = ()
     """The parameters whose momentum the optimizer Muon keeps on this rank, each of them whole and one after another.
     These are all parameters of which this rank's partition has any elements."""
@@ -63,8 +66,8 @@ class Zero12(replicas.Replicated):
         ),
     }
 
-    def __init__(self, wrapper: Any, parameters: Mapping[str, torch.nn.Parameter], group: RankGroup) -> None:
-        super().__init__(wrapper, parameters, group)
+    def __init__(self, wrapper: Any, parameters: Mapping[str, Any], placements: Mapping[str, Placement]) -> None:
+        super().__init__(wrapper, parameters, placements)
         self._moved: frozenset[Any] = frozenset()
         """The states that were offloaded before the restore, and are offloaded again after it."""
         self._pinned = False
@@ -72,14 +75,30 @@ class Zero12(replicas.Replicated):
         self.flats = self._flats()
 
     @classmethod
-    def unsupported(cls, wrapper: Any, parameters: Mapping[str, Any], group: RankGroup) -> Iterator[str]:
-        for handle in wrapper.real_dp_process_group:
-            ranks = ranks_of(handle)
-            if ranks != group.ranks:
-                yield f"a partition group other than the engine's ranks in order: ranks {list(ranks)}"
-                return
+    def unsupported(
+        cls, wrapper: Any, parameters: Mapping[str, Any], placements: Mapping[str, Placement]
+    ) -> Iterator[str]:
+        names = {id(parameter): name for name, parameter in parameters.items()}
+        groups = list(cls._groups(wrapper))
         yield from replicas.unsupported(parameters)
-        yield from foreign(parameters, (parameter for group in cls._groups(wrapper) for parameter in group.parameters))
+        yield from foreign(parameters, (parameter for group in groups for parameter in group.parameters))
+        known = (
+            (names[id(parameter)], group.owners)
+            for group in groups
+            for parameter in group.parameters
+            if id(parameter) in names
+        )
+        yield from other_owners(known, placements)
+
+    @classmethod
+    def shapes(cls, wrapper: Any) -> Mapping[int, Sequence[int]]:
+        # A parameter has no elements while its storage is offloaded.
+        groups = zip(wrapper.round_robin_bit16_groups, wrapper.round_robin_bit16_meta, strict=True)
+        return {
+            id(parameter): meta.shape
+            for parameters, metas in groups
+            for parameter, meta in zip(parameters, metas, strict=True)
+        }
 
     @staticmethod
     def changes_only_in_step(wrapper: Any) -> bool:
@@ -146,30 +165,39 @@ class Zero12(replicas.Replicated):
         self._zero_master_gradients()
 
     def _flats(self) -> tuple[FlatBuffer, ...]:
-        rank = self._group.rank
         names = {id(parameter): name for name, parameter in self._parameters.items()}
         flats = []
         for index, group in enumerate(self._groups(self._wrapper)):
             parameter_names = [names[id(parameter)] for parameter in group.parameters]
-            named = zip(parameter_names, group.shapes, group.offsets, strict=True)
-            ranges = cut_together(named, rank, group.master.numel())
+            placements = [self._placements[name] for name in parameter_names]
+            held = [placement.span for placement in placements]
+            rank = rank_group_of(group.owners).rank
+            ranges = cut_together(zip(parameter_names, held, group.offsets, strict=True), rank, group.master.numel())
+            # If the local tensors of other owners have other sizes, their partitions have other borders.
+            alike = all(placement.alike for placement in placements)
+            ranges = tuple(
+                replace(own, replicated=placement.partition_replicated)
+                if alike
+                else replace(own, written=placement.writes_partition)
+                for own, placement in zip(ranges, placements, strict=True)
+            )
             by_name = {parameter_range.name: parameter_range for parameter_range in ranges}
             momentum = (by_name[names[id(parameter)]] for parameter in group.muon)
-            flats.append(FlatBuffer(index, ranges, group.master, wider=momentum_of_muon(momentum)))
+            wider = momentum_of_muon(momentum, dict(zip(parameter_names, held, strict=True)))
+            flats.append(FlatBuffer(index, ranges, group.master, wider=wider))
         return tuple(flats)
 
     @classmethod
     def _groups(cls, wrapper: Any) -> Iterator[Group]:
         for index, master in enumerate(wrapper.single_partition_of_fp32_groups):
             parameters = wrapper.round_robin_bit16_groups[index]
-            # The shapes are not taken from the parameters, which have no elements while their storage is offloaded.
-            shapes = [meta.shape for meta in wrapper.round_robin_bit16_meta[index]]
             if hasattr(wrapper, "round_robin_bit16_offsets"):
                 offsets = wrapper.round_robin_bit16_offsets[index]
             else:  # Older versions of DeepSpeed put no padding between parameters.
-                offsets = consecutive(shapes)
+                offsets = consecutive(meta.shape for meta in wrapper.round_robin_bit16_meta[index])
             by_muon = wrapper.optimizer.param_groups[index].get("use_muon") and not wrapper.cpu_offload
-            yield Group(parameters, shapes, offsets, master, wrapper.params_in_partition[index] if by_muon else ())
+            muon = wrapper.params_in_partition[index] if by_muon else ()
+            yield Group(parameters, offsets, master, wrapper.real_dp_process_group[index], muon)
 
 
 def uses_muon(optimizer: Any) -> bool:

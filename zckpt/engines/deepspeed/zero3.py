@@ -1,8 +1,8 @@
 """ZeRO stage 3. This file and nvme.py have all code that uses private attributes of DeepSpeed's
 ``DeepSpeedZeroOptimizer_Stage3``, and of ``DeepSpeedZeRoOffload``, which an engine without an optimizer has instead.
 
-In the following, P is the number of ranks and N the number of elements of a parameter. Each parameter is cut on its own
-into P partitions of ceil(N / P) elements. Beyond element N, the last partitions have padding, which is never
+In the following, P is the number of owners and N the number of elements of a local tensor. Each local tensor is cut on
+its own into P partitions of ceil(N / P) elements. Beyond element N, the last partitions have padding, which is never
 initialised. The master weights and moments of a *sub-group* of parameters are one flat buffer. The weights in the dtype
 that the model computes with are the ``ds_tensor`` of each parameter. Both may be in swap files (see nvme.py).
 """
@@ -16,10 +16,11 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from zckpt.engines.deepspeed.nvme import OptimizerFiles, ParameterFiles
+from zckpt.engines.deepspeed.twin_flow import TwinOptimizer
 from zckpt.engines.deepspeed.zero12 import uses_muon
-from zckpt.engines.flats import FlatBuffer, ParameterRange, cut_alone, cut_each, elements_of, foreign
-from zckpt.engines.group import ranks_of
+from zckpt.engines.flats import FlatBuffer, ParameterRange, cut_alone, elements_of, foreign, partition_numel
 from zckpt.engines.kind import Kind
+from zckpt.engines.placement import other_owners
 from zckpt.engines.tensors import holdings
 from zckpt.format.names import Tier
 from zckpt.state.inventory import GRADIENT, MASTER, PARAM, FileRange, Holding
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from zckpt.engines.group import RankGroup
+    from zckpt.engines.placement import Placement
 
 
 class Partitioned(Kind):
@@ -37,18 +38,15 @@ class Partitioned(Kind):
     ``Kind`` documents the members."""
 
     @classmethod
-    def unsupported(cls, wrapper: Any, parameters: Mapping[str, Any], group: RankGroup) -> Iterator[str]:
-        groups: dict[int, tuple[Any, str]] = {}
+    def unsupported(
+        cls, wrapper: Any, parameters: Mapping[str, Any], placements: Mapping[str, Placement]
+    ) -> Iterator[str]:
         for name, parameter in parameters.items():
             if getattr(parameter, "ds_tensor", None) is None:
                 yield f"a parameter that ZeRO does not partition: {name}"
                 return
-            groups.setdefault(id(parameter.ds_process_group), (parameter.ds_process_group, name))
-        for handle, name in groups.values():
-            ranks = ranks_of(handle)
-            if ranks != group.ranks:
-                yield f"a partition group other than the engine's ranks in order: {name} lies on ranks {list(ranks)}"
-                return
+        owners = ((name, parameter.ds_process_group) for name, parameter in parameters.items())
+        yield from other_owners(owners, placements)
 
     def tier(self, part: str) -> Tier:
         return Tier.DEVICE if self._wrapper.offload_device is None else Tier.HOST
@@ -60,6 +58,9 @@ class Partitioned(Kind):
         if data is None:
             data = self._in_memory(name)
         return parameter_range, elements_of(data, 0, parameter_range.span.numel, parameter.dtype)
+
+    def replicated(self, name: str) -> str:
+        return self._placements[name].partition_replicated
 
     def memory(self) -> Iterator[Holding]:
         yield from super().memory()
@@ -77,6 +78,11 @@ class Partitioned(Kind):
     def before_restore(self) -> None:
         # After this, no parameter is gathered any more, so only the partitions hold weights.
         self._wrapper.empty_partition_cache()
+        for parameter in self._parameters.values():
+            # With zero_hpz_partition_size, a forward pass gathers from this copy as long as there is one. DeepSpeed's
+            # invalidate_secondary_tensor() leaves those of frozen parameters.
+            if getattr(parameter, "ds_secondary_tensor", None) is not None:
+                parameter.ds_secondary_tensor = None
         self.settle()
 
     @contextmanager
@@ -98,7 +104,8 @@ class Partitioned(Kind):
 
     def _parameter_range(self, name: str) -> ParameterRange:
         """Returns the range of the parameter's elements that this rank's partition holds."""
-        return cut_alone(name, self._parameters[name].ds_shape, self._group.rank, self._group.size)
+        placement = self._placements[name]
+        return cut_alone(name, placement.span, placement.owners.rank, placement.owners.size)
 
 
 class Zero3(Partitioned):
@@ -117,16 +124,18 @@ class Zero3(Partitioned):
         ),
     }
 
-    def __init__(self, wrapper: Any, parameters: Mapping[str, torch.nn.Parameter], group: RankGroup) -> None:
-        super().__init__(wrapper, parameters, group)
+    def __init__(self, wrapper: Any, parameters: Mapping[str, Any], placements: Mapping[str, Placement]) -> None:
+        super().__init__(wrapper, parameters, placements)
         self._files = OptimizerFiles(wrapper)
         self._moved: frozenset[Any] = frozenset()
         """The states that were offloaded before the restore, and are offloaded again after it."""
         self.flats = self._flats()
 
     @classmethod
-    def unsupported(cls, wrapper: Any, parameters: Mapping[str, Any], group: RankGroup) -> Iterator[str]:
-        yield from super().unsupported(wrapper, parameters, group)
+    def unsupported(
+        cls, wrapper: Any, parameters: Mapping[str, Any], placements: Mapping[str, Placement]
+    ) -> Iterator[str]:
+        yield from super().unsupported(wrapper, parameters, placements)
         yield from foreign(parameters, (parameter for group in wrapper.fp16_groups for parameter in group))
 
     @classmethod
@@ -141,9 +150,10 @@ class Zero3(Partitioned):
         # Before DeepSpeed 0.19, Muon changes its momentum outside of a step, while a backward pass reduces gradients.
         return hasattr(wrapper, "_apply_muon_to_accumulated_grads") or not uses_muon(wrapper.optimizer)
 
-    @property
+    @cached_property
     def optimizer(self) -> Any:
-        return self._wrapper.optimizer
+        wrapper = self._wrapper
+        return wrapper.optimizer if getattr(wrapper, "backup_optimizer", None) is None else TwinOptimizer(wrapper)
 
     def tier(self, part: str) -> Tier:
         wrapper, moved = self._wrapper, {state.name for state in self._offloaded_states}
@@ -239,7 +249,11 @@ class Zero3(Partitioned):
         names = {id(parameter): name for name, parameter in self._parameters.items()}
         flats = []
         for index, master in enumerate(wrapper.fp32_partitioned_groups_flat):
-            shapes = ((names[id(parameter)], parameter.ds_shape) for parameter in wrapper.fp16_groups[index])
-            ranges = cut_each(shapes, self._group.rank, self._group.size)
-            flats.append(FlatBuffer(wrapper.sub_group_to_group_id[index], ranges, master, self._files.of(index)))
+            ranges, offset = [], 0
+            for name in (names[id(parameter)] for parameter in wrapper.fp16_groups[index]):
+                placement = self._placements[name]
+                own = replace(self._parameter_range(name), offset=offset, replicated=placement.partition_replicated)
+                ranges.append(own)
+                offset += partition_numel(placement.span.numel, placement.owners.size)
+            flats.append(FlatBuffer(wrapper.sub_group_to_group_id[index], tuple(ranges), master, self._files.of(index)))
         return tuple(flats)

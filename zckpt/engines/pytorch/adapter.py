@@ -18,7 +18,7 @@ from zckpt.engines.module_adapter import ModuleAdapter
 from zckpt.engines.module_restoring import ModuleRestoring
 from zckpt.engines.pytorch.optimizers import Optimizers
 from zckpt.engines.pytorch.parameters import Parameters, drop_unsharded_gradients, reshard, unsharded_gradients
-from zckpt.engines.pytorch.shards import is_sharded
+from zckpt.engines.pytorch.shards import is_sharded, placements_of
 from zckpt.engines.tensors import holdings, local_of, persistent_buffers, unwrapped
 from zckpt.engines.trees import COUNTERS, counters_of
 from zckpt.errors import UnsupportedError
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from zckpt.engines.bitsandbytes import Gathered
     from zckpt.engines.contract import Selection
     from zckpt.engines.group import RankGroup
+    from zckpt.engines.placement import Placement
     from zckpt.state.inventory import Holding
 
 SUPPORTED = (
@@ -102,7 +103,12 @@ class TorchAdapter(ModuleAdapter):
 
     def _unsupported(self) -> Iterator[str]:
         """Yields the reasons why the model or its optimizer cannot be saved and restored completely."""
-        yield from Parameters.unsupported(self._optimizers, self.parameters[0], self.group)
+        try:
+            placements = self._placements
+        except ValueError as error:
+            yield str(error)
+            return
+        yield from Parameters.unsupported(self._optimizers, self.parameters[0], placements)
         for name, tensor in (*self.parameters[0].items(), *self.buffers[0].items()):
             if tensor.dtype not in DTYPE_NAMES:
                 yield f"{name} of dtype {tensor.dtype}, which safetensors does not know"
@@ -175,7 +181,11 @@ class TorchAdapter(ModuleAdapter):
 
     @cached_property
     def kind(self) -> Parameters:
-        return Parameters(self._optimizers, self.parameters[0], self.group)
+        return Parameters(self._optimizers, self.parameters[0], self._placements)
+
+    @cached_property
+    def _placements(self) -> dict[str, Placement]:
+        return placements_of(self.parameters[0], self.group)
 
     @cached_property
     def _optimizers(self) -> Optimizers | None:

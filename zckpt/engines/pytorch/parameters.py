@@ -7,34 +7,30 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zckpt.engines.flats import FlatBuffer, ParameterRange, foreign
-from zckpt.engines.pytorch.shards import is_sharded, replica_set, span_of
+from zckpt.engines.flats import foreign
 from zckpt.engines.tensors import local_of
 from zckpt.engines.unwrapped import ParamGroup, Unwrapped
 from zckpt.format.names import Tier
 from zckpt.transfer.memory import lies_in_order, not_plain
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
 
-    from zckpt.engines.group import RankGroup
+    from zckpt.engines.placement import Placement
 
 
 class Parameters(Unwrapped):
     """Reads and restores parameters, and the ``Optimizers`` that update them. ``Kind`` documents the members."""
 
     @classmethod
-    def unsupported(cls, wrapper: Any, parameters: Mapping[str, Any], group: RankGroup) -> Iterator[str]:
+    def unsupported(
+        cls, wrapper: Any, parameters: Mapping[str, Any], placements: Mapping[str, Placement]
+    ) -> Iterator[str]:
         for name, parameter in parameters.items():
             local = local_of(parameter)
             why = not_plain(local)
             if why is None and not lies_in_order(local):
                 why = "is not contiguous"
-            if why is None:
-                try:
-                    span_of(parameter)
-                except ValueError as error:
-                    why = str(error)
             if why is not None:
                 yield f"{name}, which {why}"
                 return
@@ -51,36 +47,10 @@ class Parameters(Unwrapped):
         )
         return Tier.HOST if offloaded else Tier.DEVICE
 
-    def weight(self, name: str) -> tuple[ParameterRange, torch.Tensor]:
-        parameter = self._parameters[name]
-        if not is_sharded(parameter):
-            return super().weight(name)
-        return ParameterRange(name, span_of(parameter), 0), local_of(parameter).detach().view(-1)
-
-    def replicated(self, name: str) -> str:
-        parameter = self._parameters[name]
-        if not is_sharded(parameter):
-            return super().replicated(name)
-        return replica_set(parameter, self._group.size)
-
-    def read_share(self, name: str) -> tuple[ParameterRange, torch.Tensor]:
-        return self.weight(name) if is_sharded(self._parameters[name]) else super().read_share(name)
-
     def after_restore(self) -> None:
         super().after_restore()
         for parameter in self._parameters.values():
             parameter.grad = None
-
-    def _weights(self, names: Collection[str]) -> list[torch.Tensor]:
-        return [weight for weight in super()._weights(names) if not is_sharded(weight)]
-
-    def _flat(self, param_group: ParamGroup) -> FlatBuffer:
-        (parameter,) = param_group.parameters
-        if not is_sharded(parameter):
-            return super()._flat(param_group)
-        held, _ = self.weight(self._names[id(parameter)])
-        label = replica_set(parameter, self._group.size)
-        return FlatBuffer(param_group.group, (held,), param_group.master, replicated=label)
 
     @classmethod
     def _param_groups(cls, wrapper: Any) -> Iterator[ParamGroup]:

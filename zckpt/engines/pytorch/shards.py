@@ -11,10 +11,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from zckpt.engines.group import RankGroup
+from zckpt.engines.placement import Placement
 from zckpt.engines.tensors import local_of
 from zckpt.geometry import all_of, box_of
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import torch
 
     from zckpt.geometry import Span
@@ -50,6 +54,24 @@ def span_of(tensor: Any) -> Span:
     if local != held and not (0 in local and 0 in held):
         raise ValueError(f"has a local shape of {local}, which is not that of its placements {placements}")
     return box_of(shape, chunks, bounds)
+
+
+def placements_of(parameters: Mapping[str, torch.Tensor], group: RankGroup) -> dict[str, Placement]:
+    """Returns the placements of all parameters of a model. ``group``: the ranks of the engine. Raises ValueError, with
+    the name of the parameter in a phrase, as ``span_of`` does."""
+    placements = {}
+    for name, parameter in parameters.items():
+        try:
+            span = span_of(parameter)
+        except ValueError as error:
+            raise ValueError(f"{name}, which {error}") from error
+        if is_sharded(parameter):
+            # Each rank reads all of its local tensor, because others may hold it only in part.
+            alone = RankGroup(None, 0, (group.ranks[group.rank],))
+            placements[name] = Placement(span, alone, replica_set(parameter, group.size))
+        else:
+            placements[name] = Placement(span, group, "every rank" if group.size > 1 else "")
+    return placements
 
 
 def replica_set(tensor: Any, ranks: int) -> str:

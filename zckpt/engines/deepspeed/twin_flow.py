@@ -1,0 +1,71 @@
+"""The optimizer of ZeRO-3 with ``offload_optimizer.ratio``, which DeepSpeed calls Twin-Flow: some sub-groups stay on
+the GPU, where a torch AdamW updates them, and DeepSpeed's C++ Adam updates the others in host memory.
+
+The torch AdamW is ``backup_optimizer`` of ``DeepSpeedZeroOptimizer_Stage3``. This file has all code that uses it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, MutableMapping
+from typing import Any
+
+import torch
+
+
+class TwinOptimizer:
+    """Both optimizers as one: the C++ Adam, with the state of all sub-groups."""
+
+    def __init__(self, wrapper: Any) -> None:
+        self._inner = wrapper.optimizer
+        self.class_name = type(wrapper.optimizer).__name__
+        self.state = _States(wrapper)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+class _States:
+    """The states of both optimizers, by the master weights of a sub-group."""
+
+    def __init__(self, wrapper: Any) -> None:
+        self._wrapper = wrapper
+        self._on_device = {
+            id(master)
+            for number, master in enumerate(wrapper.fp32_partitioned_groups_flat)
+            if wrapper.subgroup_to_device[number] != "cpu"
+            and not (getattr(wrapper, "use_muon", False) and wrapper.sub_groups_using_muon[number])
+        }
+
+    def __getitem__(self, master: torch.Tensor) -> Any:
+        if id(master) in self._on_device:
+            return _CountedInInt(self._wrapper.backup_optimizer.state[master])
+        return self._wrapper.optimizer.state[master]
+
+    def get(self, master: torch.Tensor, default: Any = None) -> Any:
+        on_device = id(master) in self._on_device
+        optimizer = self._wrapper.backup_optimizer if on_device else self._wrapper.optimizer
+        return self[master] if master in optimizer.state else default
+
+
+class _CountedInInt(MutableMapping[str, Any]):
+    """The state that torch's AdamW has for a tensor, with the step as the C++ Adam counts it: in an int."""
+
+    def __init__(self, state: dict[str, Any]) -> None:
+        self._state = state
+
+    def __getitem__(self, key: str) -> Any:
+        value = self._state[key]
+        return int(value) if key == "step" else value
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        # torch keeps the step in host memory.
+        self._state[key] = torch.tensor(float(value), device="cpu") if key == "step" else value
+
+    def __delitem__(self, key: str) -> None:
+        del self._state[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._state)
+
+    def __len__(self) -> int:
+        return len(self._state)
