@@ -38,9 +38,6 @@ class Engine:
         self.module = None
         self.trains = True
 
-    def sample(self) -> bytes:
-        return b""
-
     def refuse_unsupported(self, *, drop_gradients: bool = False, leave_out: bool = False) -> None:
         pass
 

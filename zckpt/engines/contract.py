@@ -128,6 +128,13 @@ class EngineAdapter(ABC):
         """
 
     @property
+    def names_differ(self) -> bool:
+        """Whether some ranks hold tensors of which other ranks have no elements and do not know the names, such as the
+        layers of other pipeline stages. It is the same on every rank. A write then joins the tree ``optimizer``, whose
+        param groups have the same settings on every rank, and the aliases and extra state of all ranks."""
+        return False
+
+    @property
     @abstractmethod
     def parts(self) -> tuple[str, ...]:
         """The names of the parts of the state that the engine has now."""
@@ -155,12 +162,13 @@ class EngineAdapter(ABC):
         Raises ValueError for a part that the engine does not have. The error names the parts that it has.
         """
 
-    def sample(self) -> bytes:
-        """Returns bytes that are equal on every rank of this engine, and that differ between engines of one job as far
-        as that can be told at little cost, such as some elements of weights that every rank has. Returns no bytes if
-        nothing can be told, such as while the weights are on disk. A write compares the bytes, because ranks that write
-        different engines would commit a mixture of both. Changes nothing."""
-        return b""
+    def sample(self) -> Mapping[str, bytes]:
+        """Returns bytes by any names. They are equal on all ranks of this engine that return the same name, and differ
+        between engines of one job as far as that can be told at little cost: for example, some elements of weights that
+        every rank has. There are no bytes if nothing can be told, such as while the weights are on disk. A write
+        compares the bytes, because ranks that write different engines would commit a mixture of both. Changes
+        nothing."""
+        return {}
 
     def memory(self) -> Iterable[Holding]:
         """Returns all memory and all swap files in which this rank holds tensors of the state, or gradients. In
@@ -228,7 +236,8 @@ class EngineAdapter(ABC):
         The result has every tensor that the engine needs, whether the checkpoint has it or not, so that missing tensors
         are noticed. For parameters that are trained these are the master weights and all of the moments; for all other
         parameters, the weights in the dtype that the model computes with; and the buffers. If this rank holds no
-        elements of a tensor, the result has a fragment without elements for it, so the keys are the same on every rank.
+        elements of a tensor, the result has a fragment without elements for it, so the keys are the same on every rank,
+        unless ``names_differ``.
         """
 
     @abstractmethod

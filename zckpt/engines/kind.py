@@ -88,6 +88,11 @@ class Kind:
         ``Fragment``."""
         raise NotImplementedError
 
+    def writes_empty(self, name: str) -> bool:
+        """Returns whether this rank writes a parameter if that has no elements."""
+        placement = self._placements[name]
+        return placement.owners.rank == 0 and placement.writes_partition
+
     def read_share(self, name: str) -> tuple[ParameterRange, torch.Tensor | FileRange]:
         """Returns what this rank reads of a parameter in a restore, as ``weight`` does. This is less than ``weight``
         returns if other ranks read the rest, and ``after_restore`` exchanges what was read."""

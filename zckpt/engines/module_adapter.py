@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cached_property
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -40,6 +40,9 @@ if TYPE_CHECKING:
     from zckpt.engines.flats import ParameterRange
     from zckpt.engines.group import RankGroup
     from zckpt.engines.kind import Kind
+
+
+T = TypeVar("T", bound=torch.Tensor)
 
 
 class ModuleAdapter(EngineAdapter):
@@ -111,8 +114,8 @@ class ModuleAdapter(EngineAdapter):
         aliases = {**self.parameters[1], **self.buffers[1]}
         return Inventory(tuple(fragments), aliases, frozenset(self.extra.tensors), tuple(self.extra.unsaved))
 
-    def sample(self) -> bytes:
-        return some_bytes([weight for weight in self.parameters[0].values() if weight.requires_grad])
+    def sample(self) -> Mapping[str, bytes]:
+        return {"weights": some_bytes([weight for weight in self.parameters[0].values() if weight.requires_grad])}
 
     def memory(self) -> Iterator[Holding]:
         extra = self.extra.tensors  # first, as in ``inventory``
@@ -168,29 +171,50 @@ class ModuleAdapter(EngineAdapter):
         parameters = self.parameters[0].keys()
         optimized = {name for flat in self.kind.flats for name in flat.names} if self.trains else parameters
         places = {PARAM: parameters, BUFFER: self.buffers[0].keys()}
-        return [
-            f"{part}/{name}"
-            for part, names in stored.items()
-            for name in names
-            if name not in places.get(part, optimized) and not (part == BUFFER and self._is_extra(name))
-        ]
+
+        def has_place(part: str, name: str) -> bool:
+            alike = self.alike(name)
+            name = name if alike is None else alike
+            return not name or name in places.get(part, optimized) or (part == BUFFER and self._is_extra(name))
+
+        return [f"{part}/{name}" for part, names in stored.items() for name in names if not has_place(part, name)]
 
     @cached_property
     def parameters(self) -> tuple[dict[str, torch.nn.Parameter], dict[str, str]]:
         """The parameters of the module by their first names, and for each other name of a tied parameter its first
         name."""
-        return named_parameters(self.module)
+        return self._renamed(named_parameters(self.module))
 
     @cached_property
     def buffers(self) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         """The persistent buffers of the module by their first names, and for each other name of a tied buffer its first
         name."""
-        return persistent_buffers(self.module)
+        return self._renamed(persistent_buffers(self.module))
+
+    def global_name(self, name: str) -> str:
+        """Returns the name that a tensor has in a checkpoint. ``name``: its name in the module. The two differ only if
+        ranks have different tensors of the same name."""
+        return name
+
+    def alike(self, name: str) -> str | None:
+        """Returns the name of a tensor of the same kind that this rank has, if a tensor of a checkpoint belongs to a
+        part of the model that only other ranks have, and otherwise None. The name is empty if this rank has none of the
+        kind."""
+        return None
+
+    def _renamed(self, named: tuple[dict[str, T], dict[str, str]]) -> tuple[dict[str, T], dict[str, str]]:
+        tensors, aliases = named
+        rename = self.global_name
+        return (
+            {rename(name): tensor for name, tensor in tensors.items()},
+            {rename(alias): rename(name) for alias, name in aliases.items()},
+        )
 
     @cached_property
     def extra(self) -> ExtraState:
         """The state that modules add to their ``state_dict`` by themselves."""
-        (parameters, aliases), (buffers, more_aliases) = self.parameters, self.buffers
+        # These are the names that the tensors have in the ``state_dict`` of the module.
+        (parameters, aliases), (buffers, more_aliases) = named_parameters(self.module), persistent_buffers(self.module)
         names = {*parameters, *aliases, *buffers, *more_aliases}
         return ExtraState(self.module, names, [*parameters.values(), *buffers.values()])
 
@@ -246,8 +270,8 @@ class ModuleAdapter(EngineAdapter):
         """Yields a fragment for what this rank holds of each weight, in the dtype that the model computes with."""
         for name in names:
             fragment = self._weight(*self.kind.weight(name), self.kind.replicated(name))
-            # No rank has elements of a tensor without elements, so rank 0 writes it.
-            if fragment.span.numel or (self.group.rank == 0 and 0 in fragment.shape):
+            # No rank has elements of a tensor without elements, so the first one that knows it writes it.
+            if fragment.span.numel or (0 in fragment.shape and self.kind.writes_empty(name)):
                 yield fragment
 
     def weights_to_read(self, *, empty: bool = False) -> Iterator[Fragment]:
@@ -255,7 +279,7 @@ class ModuleAdapter(EngineAdapter):
         also yields a fragment without elements for each parameter of which other ranks read all elements."""
         for name in self.masterless:
             fragment = self._weight(*self.kind.read_share(name))
-            if fragment.span.numel or empty or (self.group.rank == 0 and 0 in fragment.shape):
+            if fragment.span.numel or empty or (0 in fragment.shape and self.kind.writes_empty(name)):
                 yield fragment
 
     def _weight(self, held: ParameterRange, data: torch.Tensor | FileRange, replicated: str = "") -> Fragment:

@@ -39,7 +39,7 @@ from zckpt.engines.composed import compose, decomposed, is_composed, is_decompos
 from zckpt.engines.contract import without_left_out
 from zckpt.engines.flats import FlatBuffer, bound, geometry, is_bound, moments, numbers
 from zckpt.engines.tensors import set_in_place
-from zckpt.errors import FormatError, first_few
+from zckpt.errors import FormatError, StateError, first_few
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
@@ -145,6 +145,33 @@ def capture(optimizer: Any, flats: Sequence[FlatBuffer]) -> dict[str, Any]:
         "class": class_name(optimizer), **decay_entry, **inner_entry, **numpy_entry, "param_groups": groups,
         "states": states,
     }  # fmt: skip
+
+
+def joined(trees: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Returns one tree of the trees that ``capture`` has made on the ranks of an engine whose ranks have different
+    parameters. Raises StateError if the ranks have different settings, or different values for a parameter."""
+    first = trees[0]
+    about = [{key: value for key, value in tree.items() if key not in ("param_groups", "states")} for tree in trees]
+    settings = [[{k: v for k, v in group.items() if k != "params"} for group in tree["param_groups"]] for tree in trees]
+    for rank, other in enumerate(zip(about, settings, strict=True)):
+        if not _equal(other, (about[0], settings[0])):
+            raise StateError(f"rank {rank} has other param groups, or other settings of them, than rank 0", rank=rank)
+    groups = [{**group, "params": []} for group in first["param_groups"]]
+    for index, group in enumerate(groups):
+        group["params"] = list(dict.fromkeys(name for tree in trees for name in tree["param_groups"][index]["params"]))
+    states: list[dict[str, Any]] = []
+    of_name: dict[str, dict[str, Any]] = {}
+    for rank, tree in enumerate(trees):
+        for entry in tree["states"]:
+            whole = next((known for known in states if _same_state(known, entry)), None)
+            if whole is None:
+                whole = {**entry, "params": []}
+                states.append(whole)
+            for name in entry["params"]:
+                if of_name.setdefault(name, whole) is not whole:
+                    raise StateError(f"optimizer: rank {rank} has other values for {name}", key=name, rank=rank)
+            whole["params"] += [name for name in entry["params"] if name not in whole["params"]]
+    return {**first, "param_groups": groups, "states": states}
 
 
 def capture_bound(optimizer: Any, flats: Sequence[FlatBuffer]) -> list[dict[str, Any]]:
@@ -273,6 +300,8 @@ class Saved:
         """Returns whether the entry ``key`` of a param group is restored. ``live``: the entries that the live group
         has."""
         if key == "params" or key in KERNELS:
+            return False
+        if key == "name" and "moe" in live:  # DeepSpeed makes this group, and names it by the number of its ranks.
             return False
         if self.is_of_another_class and key not in live:  # Another class has settings that this one does not have.
             return False

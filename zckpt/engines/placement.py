@@ -38,6 +38,8 @@ class Placement:
     writes_partition: bool = True
     """Whether this rank writes its partition, even if the partitions of other owners of the same elements have other
     borders. Of several groups of owners that hold the same elements, only one does."""
+    everywhere: bool = True
+    """Whether all ranks of the engine are owners of the same elements."""
     alike: bool = True
     """Whether the local tensors of all ranks have the same number of elements."""
 

@@ -34,7 +34,7 @@ from zckpt.testing.engine_definition import (
 from zckpt.transfer.devices import synchronize
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from zckpt.engines.contract import Stored
 
@@ -79,7 +79,7 @@ class AdapterContract(EngineDefinition):
         assert first != second
 
     @classmethod
-    def _sample(cls) -> list[bytes]:
+    def _sample(cls) -> list[Mapping[str, bytes]]:
         engines = [cls.make(seed) for seed in (0, 1)]
         for engine in engines:
             cls.train(engine, BEFORE)

@@ -25,6 +25,7 @@ from zckpt.plan import catalog
 from zckpt.plan.layout import plan_data_files
 from zckpt.plan.replicas import Share, own_shares
 from zckpt.ranks.collectives import check_arguments
+from zckpt.state.inventory import BUFFER
 from zckpt.state.lineage import Lineage
 from zckpt.storage.location import Location
 from zckpt.storage.lock import WriteLock
@@ -35,6 +36,7 @@ from zckpt.system.available import available_bytes
 from zckpt.transfer.budget import Budget
 from zckpt.version import __version__
 from zckpt.writing.collect import Changes, add_rank_tree, collect, fingerprint, kept_client_state, pack_tree
+from zckpt.writing.joining import joined, packed_names
 from zckpt.writing.machines import Machines, find_machines
 from zckpt.writing.rank_write import RankWrite, join
 from zckpt.writing.reuse import LATEST, SameFile, earlier_checkpoint, reused
@@ -66,7 +68,9 @@ class Facts(NamedTuple):
     """The digest of the client_state of this rank, or None if it has none."""
     machine: str
     buffers: Mapping[str, bytes]
-    """The digest of each buffer. Only rank 0 tells it."""
+    """The digest of each buffer. Only rank 0 tells it, and every rank if the names of the tensors differ."""
+    names: bytes
+    """What ``joined`` needs, if the names of the tensors differ between ranks. Otherwise it is empty."""
     save_id: str
     """The save id of the write. Only rank 0 tells it."""
     earlier: str
@@ -76,8 +80,8 @@ class Facts(NamedTuple):
     """The identity of the run that the engine belongs to on this rank, or an empty text if it has none yet."""
     run_id_of_write: str
     """The identity of the run that the checkpoint belongs to. Only rank 0 tells it."""
-    sample: bytes
-    """The digest of ``EngineAdapter.sample``."""
+    sample: Mapping[str, bytes]
+    """The digests of what ``EngineAdapter.sample`` has returned, without those of no bytes."""
     replicas: Sequence[tuple[bytes, bytes]]
     """For each set of replicas of which the rank holds one, the digests of its layout and of its values."""
 
@@ -133,24 +137,43 @@ class Preparation:
         if options.latest:
             latest_name(self._store.location, self.run.location)
         self._client_rank_state = with_registered(self._engine, options.rank_state)
-        changes = self._changes = Changes()
+        self._changes = Changes()
         if options.leave_out and options.client_state is not None:
-            options = self.options = replace(options, client_state=kept_client_state(options.client_state, changes))
+            kept = kept_client_state(options.client_state, self._changes)
+            options = self.options = replace(options, client_state=kept)
         collected = self._collected = collect(adapter, options, history_of(self._engine).replicas)
-        packed, earlier, run_id, first = b"", "", "", self._rank == 0
+        earlier, run_id, first = "", "", self._rank == 0
         if first:
             if collected.unsaved:
                 warn(f"the checkpoint does not hold {first_few(collected.unsaved, 5)}")
-            root: dict[str, Any] = {"engine": collected.state, names.CLIENT_STATE: dict(options.client_state or {})}
+            self._lock = WriteLock(self._store)
+            earlier = earlier_checkpoint(options.reuse, self._engine, self.run)
+            run_id = run_id_of_next_write(self._engine)
+        differ = adapter.names_differ
+        scalars = b"" if differ else digest(msgpack.packb(collected.scalars))
+        sample = {name: digest(value) for name, value in adapter.sample().items() if value}
+        return Facts(
+            options.common(self.target), scalars, self._client_digest(), linux.boot_id() or platform.node(),
+            collected.buffers if first or differ else {}, packed_names(collected) if differ else b"",
+            self._lock.save_id if first else "", earlier, history_of(self._engine).run_id, run_id, sample,
+            [(held.layout, held.values) for held in collected.replicas.values()],
+        )  # fmt: skip
+
+    def _describe_state(self, facts: Sequence[Facts]) -> None:
+        """Packs the root tree on rank 0, and keeps what the manifest has beside the records of the ranks."""
+        collected, options, adapter, packed = self._collected, self.options, self.adapter, b""
+        aliases = collected.aliases
+        if self._rank == 0:
+            state = collected.state
+            if facts[0].names:
+                state, aliases = joined(state, [of_rank.names for of_rank in facts])
+            root: dict[str, Any] = {"engine": state, names.CLIENT_STATE: dict(options.client_state or {})}
             adapters = adapter_configs(adapter.module)
             if adapters:
                 root[names.ADAPTERS] = adapters
             if collected.left_out:
                 root[names.LEFT_OUT] = collected.left_out
-            packed = pack_tree(root, "", collected.fragments, 0, changes, leave_out=options.leave_out)
-            self._lock = WriteLock(self._store)
-            earlier = earlier_checkpoint(options.reuse, self._engine, self.run)
-            run_id = run_id_of_next_write(self._engine)
+            packed = pack_tree(root, "", collected.fragments, 0, self._changes, leave_out=options.leave_out)
         writer = {
             "zckpt": __version__,
             "torch": torch.__version__,
@@ -158,15 +181,8 @@ class Preparation:
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
             **adapter.description,
         }
-        lineage = Lineage(run_id, collected.use)
-        self._metadata = catalog.SaveMetadata(adapter.step, BLOCK_BYTES, collected.aliases, packed, writer, lineage)
-        sample = adapter.sample()
-        return Facts(
-            options.common(self.target), digest(msgpack.packb(collected.scalars)), self._client_digest(),
-            linux.boot_id() or platform.node(), collected.buffers if first else {}, self._lock.save_id if first else "",
-            earlier, history_of(self._engine).run_id, run_id, sample and digest(sample),
-            [(held.layout, held.values) for held in collected.replicas.values()],
-        )  # fmt: skip
+        lineage = Lineage(facts[0].run_id_of_write, collected.use)
+        self._metadata = catalog.SaveMetadata(adapter.step, BLOCK_BYTES, aliases, packed, writer, lineage)
 
     def _client_digest(self) -> bytes | None:
         options = self.options
@@ -186,6 +202,7 @@ class Preparation:
         check_arguments([of_rank.arguments for of_rank in facts])
         _check_engines(facts, options, rank)
         self._run_id = facts[0].run_id_of_write
+        self._describe_state(facts)
         rank_state = collected.rank_state
         if any(of_rank.client_state not in (None, facts[0].client_state) for of_rank in facts):
             if options.each_client_state:  # a rank that has passed none writes an empty one
@@ -198,8 +215,9 @@ class Preparation:
         if self._client_rank_state is not None:
             rank_state = {**rank_state, names.CLIENT_RANK_STATE: self._client_rank_state}
         add_rank_tree(rank_state, collected.fragments, rank, self._changes, leave_out=options.leave_out)
-        first = facts[0].buffers  # a replicated buffer is stored once
-        fragments = [f for f in collected.fragments if f.copy == 0 or collected.buffers[f.key] != first.get(f.key)]
+        holders = reversed(list(enumerate(facts)))
+        first = {key: (holder, value) for holder, of_rank in holders for key, value in of_rank.buffers.items()}
+        fragments = [f for f in collected.fragments if f.part != BUFFER or self._stores(f, first)]
         fragments, differing = self._shared_out(fragments, facts)
         save_id = facts[0].save_id
         planned = plan_data_files(fragments, save_id, rank, self._size, block_bytes=BLOCK_BYTES)
@@ -218,6 +236,12 @@ class Preparation:
             rank_record, collected.scalars if differ else {}, data_bytes, self.write.shared_bytes(),
             self._changes.replaced, self._changes.left_out, differing,
         )  # fmt: skip
+
+    def _stores(self, buffer: Fragment, first: Mapping[str, tuple[int, bytes]]) -> bool:
+        """Returns whether this rank writes a buffer: it is the first rank that has the buffer, or has other values.
+        ``first``: the first rank that has each buffer, and the digest there."""
+        known = first.get(buffer.key)
+        return known is None or known[0] == self._rank or known[1] != self._collected.buffers[buffer.key]
 
     def _shared_out(
         self, fragments: Sequence[Fragment], facts: Sequence[Facts]
@@ -360,11 +384,12 @@ class Preparation:
 def _check_engines(facts: Sequence[Facts], options: WriteOptions, rank: int) -> None:
     """Raises RankError if the ranks write different engines, which would commit a mixture of them. An attached engine
     whose replicas differ is written all the same, with a warning, because DeepSpeed would save it."""
+    first_sample: dict[str, bytes] = {}
     first_run_id = next((of_rank.run_id for of_rank in facts if of_rank.run_id), "")
     for number, of_rank in enumerate(facts):
         runs_differ = of_rank.run_id not in ("", first_run_id)
-        samples = {of_rank.sample, facts[0].sample}
-        if not runs_differ and (b"" in samples or len(samples) == 1):
+        same = all(first_sample.setdefault(name, value) == value for name, value in of_rank.sample.items())
+        if not runs_differ and same:
             continue
         message = f"the engine of rank {number} is not that of rank 0"
         if runs_differ or not options.leave_out:

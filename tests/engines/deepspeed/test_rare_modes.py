@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from deepspeed.runtime.sequence_parallel import parallel_state_sp
 
 import zckpt
 from tests.support.models import make_engine, train
@@ -31,12 +32,19 @@ MODES: dict[str, tuple[int, Setup]] = {
     "bf16 states": (2, {"stage": 2, "config": {"bf16": {**BF16, "bf16_optimizer_states": True}}}),
     "ratio": (2, {**RATIO, "groups": True, "scheduler": True}),
     "hybrid": (2, {"config": {"hybrid_engine": {"enabled": True}}}),
+    "sequence parallelism by a mesh": (4, {"config": {"sequence_parallel_size": 2, "data_parallel_size": 2}}),
+    "sequence parallelism by an mpu": (4, {"stage": 1, "sequences": 2}),
 }
 """For each mode, the number of ranks and the settings of the engine."""
 
 
 def make(setup: Setup, seed: int = 0) -> Any:
-    engine = make_engine(**{"model": "odd", **setup}, seed=seed)
+    sequences = setup.get("sequences")
+    if sequences:
+        setup = {key: value for key, value in setup.items() if key != "sequences"}
+        parallel_state_sp.initialize_sequence_parallel(sequences)
+    mpu = parallel_state_sp if sequences else None
+    engine = make_engine(**{"model": "odd", **setup}, seed=seed, mpu=mpu)
     if setup.get("offload_optimizer", {}).get("ratio"):
         # On the CPU, all sub-groups have the same device. By another name of it, the first ones count as on a GPU.
         for number in range(len(engine.optimizer.subgroup_to_device) // 2):
@@ -54,7 +62,9 @@ def held(engine: Any) -> Mapping[Any, Any]:
         tensors |= {("whole", key): value for key, value in fingerprints_of(engine).items() if key.startswith("param/")}
     more = [getattr(engine.optimizer, name, None) for name in ("optimizer", "backup_optimizer")]
     states = [[*optimizer.state.values()] for optimizer in more if optimizer is not None]
-    return frozen({"tensors": tensors, "states": states, "settings": settings(engine)})
+    # With sequence parallelism, a step makes a float of the number of samples.
+    counted = {"global_samples": int(engine.global_samples)}
+    return frozen({"tensors": tensors, "states": states, "settings": settings(engine) | counted})
 
 
 def write_and_go_on(path: str, setup: Setup) -> Any:

@@ -12,7 +12,9 @@ import torch
 from zckpt.engines import optimizer, rng
 from zckpt.engines.contract import Use
 from zckpt.engines.deepspeed import data_sampler, refuse, scaler
+from zckpt.engines.deepspeed.experts import Experts
 from zckpt.engines.deepspeed.group import group_of_engine, process_group
+from zckpt.engines.deepspeed.pipeline import Pipeline
 from zckpt.engines.deepspeed.placements import placements_of
 from zckpt.engines.deepspeed.restoring import DeepSpeedRestoring, rng_tracker
 from zckpt.engines.deepspeed.setup import setup_of
@@ -28,7 +30,7 @@ from zckpt.state.inventory import BUFFER, GRADIENT, PARAM
 from zckpt.transfer.stored import values_digest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     from torch.distributed import ProcessGroup
 
@@ -53,6 +55,24 @@ class DeepSpeedAdapter(ModuleAdapter):
     @property
     def step(self) -> int:
         return int(self.engine.global_steps)
+
+    @property
+    def names_differ(self) -> bool:
+        return self._experts.divided or self._pipeline.divided
+
+    @cached_property
+    def _pipeline(self) -> Pipeline:
+        return Pipeline(self.module)
+
+    @cached_property
+    def _experts(self) -> Experts:
+        return Experts(self.engine, self.module)
+
+    def global_name(self, name: str) -> str:
+        return self._experts.global_name(name)
+
+    def alike(self, name: str) -> str | None:
+        return "" if self._pipeline.has_elsewhere(name) else self._experts.alike(name)
 
     @property
     def description(self) -> dict[str, str]:
@@ -99,22 +119,23 @@ class DeepSpeedAdapter(ModuleAdapter):
             return trees
         return trees | self.trees_of_optimizer() | {"scaler": scaler.capture(self.engine.optimizer)}
 
-    def sample(self) -> bytes:
+    def sample(self) -> Mapping[str, bytes]:
         # With ZeRO-3, no rank has whole weights, but DeepSpeed numbers the parameters of a job alike on every rank.
-        weights = [weight for weight in self.parameters[0].values() if weight.requires_grad]
-        numbers = [weight.ds_id for weight in weights if hasattr(weight, "ds_id")]
-        if numbers:
-            return repr(numbers[:1]).encode()
-        placements = self._placements
-        whole = [
-            weight.detach()
-            for name, weight in self.parameters[0].items()
-            if weight.requires_grad and placements[name].span.numel == placements[name].span.grid.numel
+        numbers = [
+            weight.ds_id for weight in self.parameters[0].values() if weight.requires_grad and hasattr(weight, "ds_id")
         ]
-        if all(placement.alike for placement in placements.values()):
-            return some_bytes(whole)
-        # Replicas of these are cut into partitions with other borders, which cannot be compared.
-        return b"".join(map(values_digest, whole))
+        if numbers:
+            return {"number": repr(numbers[:1]).encode()}
+        weights, placements = self.parameters[0], self._placements
+        trained = {name: weight.detach() for name, weight in weights.items() if weight.requires_grad}
+        sample = {"weights": some_bytes([trained[name] for name in trained if placements[name].everywhere])}
+        if not all(placement.alike for placement in placements.values()):
+            # ZeRO cuts replicas of these into partitions with other borders, which cannot be compared.
+            for name, weight in trained.items():
+                placement = placements[name]
+                if placement.everywhere or self._pipeline.tied(name):
+                    sample[f"{name} from element {placement.span.start} on"] = values_digest(weight)
+        return sample
 
     def rank_state(self) -> dict[str, Any]:
         tracked = rng_tracker().get_states()

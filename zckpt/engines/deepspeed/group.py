@@ -27,6 +27,13 @@ def process_group(engine: Any) -> dist.ProcessGroup | None:
 
 def process_group_of_owners(engine: Any) -> dist.ProcessGroup | None:
     """Returns the process group of the ranks that have the same local tensors as this rank, or None if process groups
-    have not been set up. ZeRO partitions over it."""
+    have not been set up. ZeRO partitions over it all parameters that belong to no expert."""
     group = getattr(engine, "seq_data_parallel_group", None)
+    # With sequence parallelism by a device mesh, ZeRO-3 partitions over more ranks than that group has.
+    of_zero_3 = (
+        parameter.ds_process_group
+        for parameter in engine.module.parameters()
+        if hasattr(parameter, "ds_process_group") and getattr(parameter, "allreduce", True)
+    )
+    group = next(of_zero_3, group)
     return group if dist.is_initialized() and isinstance(group, dist.ProcessGroup) else None

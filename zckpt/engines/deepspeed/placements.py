@@ -10,10 +10,13 @@ n equal parts one after another, such as the gate and the up projection of an ML
 from __future__ import annotations
 
 import math
+from functools import cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
+from zckpt.engines.deepspeed.experts import divided_by_autoep, owners_of_expert
 from zckpt.engines.deepspeed.group import process_group_of_owners
+from zckpt.engines.deepspeed.pipeline import Pipeline
 from zckpt.engines.group import RankGroup, rank_group_of
 from zckpt.engines.placement import Placement
 from zckpt.geometry import all_of, section_of
@@ -37,35 +40,65 @@ def placements_of(
     local tensor, for those whose own shape does not tell it. Raises ValueError, with a phrase for an error, if it
     cannot be told how a parameter is cut."""
     owners, tensor_ranks = rank_group_of(process_group_of_owners(engine)), tensor_parallel_ranks(engine)
+    pipeline = Pipeline(engine.module)
+    for reason in pipeline.unsupported(parameters):
+        raise ValueError(reason)
     if tensor_ranks.size > 1 and not any(map(_is_cut, parameters.values())):
         raise ValueError(
             f"tensor parallelism over {tensor_ranks.size} ranks, of which no parameter tells how it is cut (by the "
             "attributes tensor_model_parallel, partition_dim and partition_stride)"
         )
-    copies = "owners" if owners.size > 1 else ""
-    placements = {}
+    placements, group_of = {}, cache(rank_group_of)
     for name, parameter in parameters.items():
         shape = tuple(shapes.get(id(parameter), getattr(parameter, "ds_shape", parameter.shape)))
+        expert_group, by_autoep = owners_of_expert(engine, parameter), divided_by_autoep(parameter)
+        if by_autoep is not None or expert_group is not None:
+            own = owners if expert_group is None else group_of(expert_group)
+            placements[name] = _placement_of_expert(name, shape, own, by_autoep)
+            continue
+        tied = pipeline.tied(name)
+        copies = f"tied {tied}" if tied else "owners" if owners.size > 1 else ""
+        # Of the stages that have a copy of a module, the first one writes it.
+        writes = not getattr(parameter, "ds_pipe_replicated", False)
         cut = _cut_of(name, parameter, shape, tensor_ranks) if tensor_ranks.size > 1 else None
         if cut is None:
-            everywhere = "every rank" if tensor_ranks.size > 1 else ""
-            writes = tensor_ranks.rank == 0
-            placements[name] = Placement(all_of(shape), owners, everywhere or copies, everywhere, writes)
+            beyond = f"all {copies}" if tensor_ranks.size > 1 else ""
+            writes &= tensor_ranks.rank == 0
+            everywhere = not pipeline.divided
+            placements[name] = Placement(
+                all_of(shape), owners, beyond or copies, beyond, writes, everywhere, alike=not tied
+            )
             continue
         whole, dim, sections = cut
         span = section_of(whole, dim, sections, tensor_ranks.rank)
         if span.numel != math.prod(shape):
             raise ValueError(f"{name}, which has the shape {list(shape)} and is not what its description says")
-        alike = len({sum(count for _, count in section) for section in sections}) == 1
-        placements[name] = Placement(span, owners, copies, alike=alike)
+        alike = len({sum(count for _, count in section) for section in sections}) == 1 and not tied
+        placements[name] = Placement(span, owners, copies, writes_partition=writes, everywhere=False, alike=alike)
     return placements
+
+
+def _placement_of_expert(
+    name: str, shape: tuple[int, ...], owners: RankGroup, by_autoep: tuple[tuple[int, ...], list[Section], int] | None
+) -> Placement:
+    copies = f"experts {owners.ranks}" if owners.size > 1 else ""
+    if by_autoep is None:
+        return Placement(all_of(shape), owners, copies, everywhere=False)
+    whole, sections, number = by_autoep
+    span = section_of(whole, 0, sections, number)
+    if span.numel != math.prod(shape):
+        raise ValueError(f"{name}, which has the shape {list(shape)} and is not what AutoEP says")
+    alike = len({len(section) for section in sections}) == 1
+    return Placement(span, owners, copies, everywhere=False, alike=alike)
 
 
 def tensor_parallel_ranks(engine: Any) -> RankGroup:
     """Returns the ranks that have the other local tensors of the same parameters. Without tensor parallelism, it is
     this rank alone."""
     if getattr(engine, "mp_world_size", 1) > 1:
-        for method in ("get_tensor_model_parallel_group", "get_model_parallel_group"):
+        # The model-parallel group of a pipeline has the ranks of all stages.
+        methods = ("get_tensor_model_parallel_group", "get_slice_parallel_group", "get_model_parallel_group")
+        for method in methods:
             if hasattr(engine.mpu, method):
                 return rank_group_of(getattr(engine.mpu, method)())
     return RankGroup(None, 0, (0,))

@@ -36,8 +36,6 @@ def unsupported(engine: Any) -> list[str]:
 
 
 def _kind(engine: Any) -> Iterator[str]:
-    if _is_a(engine, "PipelineEngine"):
-        yield "pipeline parallelism (PipelineEngine)"
     if getattr(engine, "_inference_containers", None):  # Their weights are those of the model, or LoRA is fused in.
         yield "hybrid_engine with inference containers"
     optimizer, inner = engine.optimizer, getattr(engine.optimizer, "optimizer", None)
@@ -86,11 +84,10 @@ def _parallelism(engine: Any) -> Iterator[str]:
             yield f"pipeline parallelism (mpu, {stages} stages)"
     sequence = getattr(engine, "seq_parallel_group", None)
     if sequence is not None and not {*ranks_of(sequence)} <= {*group_of_engine(engine).ranks}:
-        yield f"sequence parallelism over ranks {list(ranks_of(sequence))}, which ZeRO does not partition over"
-    if getattr(getattr(engine._config, "expert_parallel_config", None), "enabled", False):
-        yield "expert_parallel (AutoEP)"
-    elif engine.has_moe_layers:
-        yield "mixture of experts (deepspeed.moe.layer.MoE)"
+        yield (
+            f"sequence parallelism over ranks {list(ranks_of(sequence))} by a device mesh below stage 3, where "
+            "DeepSpeed lets the weights of these ranks drift apart"
+        )
 
 
 def _features(engine: Any) -> Iterator[str]:

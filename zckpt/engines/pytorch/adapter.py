@@ -26,7 +26,7 @@ from zckpt.state.inventory import BUFFER, GRADIENT, PARAM
 from zckpt.transfer.torch_dtypes import DTYPE_NAMES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     from torch.distributed import ProcessGroup
 
@@ -124,9 +124,9 @@ class TorchAdapter(ModuleAdapter):
     def refuse_lazy(self) -> None:
         pass
 
-    def sample(self) -> bytes:
+    def sample(self) -> Mapping[str, bytes]:
         # No rank has whole weights of a model that is sharded.
-        return f"sharded {self.engine.number}".encode() if self.engine.number else super().sample()
+        return {"number": f"{self.engine.number}".encode()} if self.engine.number else super().sample()
 
     def memory(self) -> Iterator[Holding]:
         yield from super().memory()

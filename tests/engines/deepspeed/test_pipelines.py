@@ -1,0 +1,135 @@
+"""Engines with the stages of a pipeline: a checkpoint has the layers of all stages, and fits any other number of
+stages."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import zckpt
+from tests.support.pipelines import make, train, whole
+from tests.support.runs import settings, tensors_of
+from zckpt.testing.engine_definition import frozen
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.support.cluster import Cluster
+
+Setup = dict[str, Any]
+
+
+def write_trained(path: str, setup: Setup) -> tuple[dict[str, Any], list[float]]:
+    engine = make(**setup)
+    train(engine, 3)
+    zckpt.write(engine, path)
+    return whole(engine), train(engine, 2)
+
+
+def restore_whole(path: str, setup: Setup, trained: int) -> tuple[dict[str, Any], list[float]]:
+    engine = make(**setup, seed=1)
+    train(engine, trained)
+    zckpt.restore(engine, path)
+    assert settings(engine)["global_steps"] == 3
+    return whole(engine), train(engine, 2)
+
+
+SETUPS: list[tuple[Setup, int]] = [
+    ({"stages": 2, "zero": 0}, 4), ({"stages": 2, "zero": 1}, 4), ({"stages": 3, "zero": 1}, 3),
+    ({"stages": 1, "zero": 1}, 2), ({"stages": 4, "zero": 0}, 4),
+]  # fmt: skip
+"""Engines, each with a number of ranks."""
+
+
+@pytest.mark.parametrize("there", range(len(SETUPS)))
+def test_every_pipeline_restores_into_every_other_one(cluster: Cluster, tmp_path: Path, there: int) -> None:
+    path = str(tmp_path / "c")
+    setup, ranks = SETUPS[there]
+    written = cluster.run(write_trained, ranks, path, setup)
+    assert zckpt.validate(path).ok
+    stored = zckpt.open(path).load()
+    for key, tensor in written[0][0].items():
+        if not key.startswith("param/") or key in stored:
+            assert torch.equal(stored[key], tensor), key
+    assert {key for key in stored if not key.startswith("param/")} == {
+        key for key in written[0][0] if not key.startswith("param/")
+    }
+    for number, (other, here) in enumerate(SETUPS):
+        for rank, (tensors, losses) in enumerate(cluster.run(restore_whole, here, path, other, number % 2)):
+            assert frozen(tensors) == frozen(written[0][0]), other
+            if number == there:
+                assert losses == written[rank][1]
+
+
+def write_bf16(path: str, setup: Setup) -> list[Any]:
+    engine = make(**setup)
+    train(engine, 3)
+    zckpt.write(engine, path)
+    return [frozen(tensors_of(engine)), train(engine, 2)]
+
+
+def restore_bf16(path: str, setup: Setup) -> list[Any]:
+    engine = make(**setup, seed=1)
+    zckpt.restore(engine, path)
+    return [frozen(tensors_of(engine)), train(engine, 2)]
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_a_resumed_run_in_bf16_goes_on_bit_for_bit(cluster: Cluster, tmp_path: Path, zero: int) -> None:
+    path, setup = str(tmp_path / "c"), {"stages": 2, "zero": zero, "dtype": "bf16"}
+    assert cluster.run(write_bf16, 4, path, setup) == cluster.run(restore_bf16, 4, path, setup)
+
+
+def save_and_load(directory: str) -> None:
+    engine = make(2, 1)
+    zckpt.attach(engine)
+    train(engine, 2)
+    engine.save_checkpoint(directory)
+    expected = train(engine, 2)
+    other = make(2, 1, seed=1)
+    zckpt.attach(other)
+    assert other.load_checkpoint(directory)[0] is not None
+    assert train(other, 2) == expected
+
+
+def test_an_attached_pipeline_saves_and_loads(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.run(save_and_load, 2, str(tmp_path))
+
+
+def refuse(path: str) -> None:
+    engine = make(2, 1)
+    train(engine, 1)
+    if torch.distributed.get_rank():
+        engine.module.tied_modules["embed"].weight.data[-1, -1] += 1
+    with pytest.raises(zckpt.RankError, match="the engine of rank 1 is not that of rank 0: its weights are others"):
+        zckpt.write(engine, path)
+    with pytest.raises(zckpt.UnsupportedError, match=r"tied_modules\.embed\.bias, which is not in tied_weight_attr"):
+        zckpt.write(make(2, 1, bias=True), path)
+
+
+def test_copies_of_a_shared_module_have_to_be_equal(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.run(refuse, 2, str(tmp_path / "c"))
+    assert not (tmp_path / "c").exists()
+
+
+def write_more_layers(path: str) -> None:
+    engine = make(1, 0)
+    engine.module.register_buffer("7", torch.zeros(2))
+    engine.module.get_submodule("1").register_buffer("more", torch.zeros(2))
+    zckpt.write(engine, path)
+
+
+def refuse_more_layers(path: str) -> None:
+    with pytest.raises(zckpt.ZckptError) as refused:
+        zckpt.restore(make(2, 0), path)
+    on_first_stage = torch.distributed.get_rank() == 0
+    assert "buffer/7" in str(refused.value)
+    assert ("buffer/1.more" in str(refused.value)) == on_first_stage
+
+
+def test_what_no_stage_has_is_refused(cluster: Cluster, tmp_path: Path) -> None:
+    """Each rank knows only its own layers, and which other numbers of layers there are."""
+    cluster.run(write_more_layers, 1, str(tmp_path / "c"))
+    cluster.run(refuse_more_layers, 2, str(tmp_path / "c"))

@@ -1,0 +1,109 @@
+"""Engines with the stages of a pipeline, and the tensors of all stages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from torch import nn
+from torch.nn import functional
+
+from tests.support.models import ADAMW
+from tests.support.runs import ADAM, link_all, logical
+
+HIDDEN, VOCAB, BATCH, MICRO_STEPS = 6, 9, 8, 2
+
+
+class Embedding(nn.Module):
+    """The embedding and the head in one."""
+
+    def __init__(self, *, bias: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(VOCAB, HIDDEN) * 0.3)
+        if bias:
+            self.bias = nn.Parameter(torch.zeros(HIDDEN))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.embedding(x, self.weight) + getattr(self, "bias", 0)
+
+
+def head(embedding: Embedding, h: torch.Tensor) -> torch.Tensor:
+    return functional.linear(h + getattr(embedding, "bias", 0), embedding.weight)
+
+
+class Block(nn.Module):
+    scale: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.norm = nn.Linear(HIDDEN, HIDDEN), nn.LayerNorm(HIDDEN)
+        self.fixed = nn.Linear(HIDDEN, HIDDEN, bias=False).requires_grad_(False)
+        self.register_buffer("scale", torch.ones(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.norm(torch.tanh(self.fc(self.fixed(x))) * self.scale.mean() + x)
+        return out
+
+
+def loss_of(h: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(h.float().view(-1, VOCAB), y.view(-1))
+
+
+def make(stages: int, zero: int, *, seed: int = 0, dtype: str = "fp32", bias: bool = False, **config: Any) -> Any:
+    """Returns an engine. ``bias``: whether the shared module has a parameter that is not tied."""
+    tied: dict[str, Any] = {"tied_weight_attr": ["weight"], "bias": bias}
+    layers = [
+        TiedLayerSpec("embed", Embedding, **tied), LayerSpec(Block), torch.tanh, LayerSpec(Block), LayerSpec(Block),
+        LayerSpec(Block), TiedLayerSpec("embed", Embedding, forward_fn=head, **tied),
+    ]  # fmt: skip
+    torch.manual_seed(seed)
+    model: Any = PipelineModule(layers=layers, num_stages=stages, loss_fn=loss_of, partition_method="uniform")
+    with torch.no_grad():
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            generator = torch.Generator().manual_seed(sum(map(ord, name)) * 7 + seed)
+            tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.3)
+    settings: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": BATCH * stages // dist.get_world_size() // MICRO_STEPS,
+        "gradient_accumulation_steps": MICRO_STEPS,
+        "optimizer": {"type": "AdamW", "params": {**ADAMW, "torch_adam": True}},
+        "zero_optimization": {"stage": zero},
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": 10**9,
+        "bf16": {"enabled": dtype == "bf16"},
+        **config,
+    }
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return deepspeed.initialize(model=model, config=settings, model_parameters=trained)[0]
+
+
+def train(engine: Any, steps: int) -> list[float]:
+    """Takes steps, whose data depend on the number of the step. Returns their losses."""
+    losses = []
+    for _ in range(steps):
+        generator = torch.Generator().manual_seed(engine.global_steps)
+        data = torch.randint(0, VOCAB, (2, BATCH, 4), generator=generator)
+        group = engine.grid.get_data_parallel_group()
+        own = data.chunk(dist.get_world_size(group), 1)[dist.get_rank(group)]
+        losses.append(
+            engine.train_batch(data_iter=iter([*zip(*(half.chunk(MICRO_STEPS) for half in own), strict=True)])).item()
+        )
+    return losses
+
+
+def whole(engine: Any, keys: tuple[str, ...] = ADAM) -> dict[str, torch.Tensor]:
+    """Returns the master weights, moments, weights and buffers of all stages. Every rank calls it."""
+    if engine.zero_optimization_stage():
+        link_all(engine)
+    local = logical(engine, keys)
+    local |= {f"param/{name}": parameter.detach().clone() for name, parameter in engine.module.named_parameters()}
+    local |= {f"buffer/{name}": buffer.clone() for name, buffer in engine.module.named_buffers()}
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, local)
+    tensors: dict[str, torch.Tensor] = {}
+    for of_rank in of_ranks:
+        for key, tensor in of_rank.items():
+            assert torch.equal(tensors.setdefault(key, tensor), tensor), key
+    return dict(sorted(tensors.items()))
