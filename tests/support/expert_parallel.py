@@ -60,6 +60,9 @@ class Auto(nn.Module):
         )  # fmt: skip
         layer: Any = nn.Module()
         layer.norm, layer.mlp = nn.LayerNorm(HIDDEN), nn.Module()
+        layer.self_attn = nn.Module()
+        layer.self_attn.q_proj = nn.Linear(HIDDEN, HIDDEN, bias=False)
+        layer.self_attn.o_proj = nn.Linear(HIDDEN, HIDDEN, bias=False)
         layer.mlp.gate, layer.mlp.experts, layer.mlp.top_k = nn.Linear(HIDDEN, EXPERTS, bias=False), nn.Module(), 2
         layer.mlp.experts.gate_up_proj = nn.Parameter(torch.randn(EXPERTS, 10, HIDDEN))
         layer.mlp.experts.down_proj = nn.Parameter(torch.randn(EXPERTS, HIDDEN, 5))
@@ -69,6 +72,7 @@ class Auto(nn.Module):
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         h, layer = self.model.embed(x), self.model.layers[0]
+        h = h + layer.self_attn.o_proj(torch.tanh(layer.self_attn.q_proj(h)))
         out = layer.mlp(layer.norm(h))
         h = h + (out[0] if isinstance(out, tuple) else out)
         return functional.cross_entropy(self.lm_head(h).float().view(-1, VOCAB), y.view(-1))
@@ -87,17 +91,21 @@ def global_name(name: str, first: int) -> str:
     return name if match is None else f"{match[1]}{first + int(match[2])}{match[3]}"
 
 
-def make(ep: int, stage: int, *, auto: bool = False, seed: int = 0, dtype: str = "fp32", **config: Any) -> Any:
+def make(
+    ep: int, stage: int, *, auto: bool = False, tp: int = 1, seed: int = 0, dtype: str = "fp32", **config: Any
+) -> Any:
     """Returns an engine. ``ep``: the number of ranks over which the experts are divided. ``auto``: whether AutoEP
-    divides them."""
+    divides them. ``tp``: the number of ranks over which AutoTP cuts the other layers."""
     torch.manual_seed(seed)
     model = Auto() if auto else Mixture(ep)
+    if tp > 1:
+        config["tensor_parallel"] = {"autotp_size": tp, "preset_model": "mixtral"}
     if auto:
         config["expert_parallel"] = {
             "enabled": True, "autoep_size": ep, "preset_model": "mixtral", "use_grouped_mm": False
         }  # fmt: skip
     settings: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": BATCH // dist.get_world_size(),
+        "train_micro_batch_size_per_gpu": BATCH * tp // dist.get_world_size(),
         "optimizer": {"type": "AdamW", "params": {**ADAMW, "torch_adam": True}},
         "zero_optimization": {"stage": stage},
         "zero_allow_untested_optimizer": True,
@@ -123,7 +131,8 @@ def train(engine: Any, steps: int) -> list[float]:
     for _ in range(steps):
         generator = torch.Generator().manual_seed(engine.global_steps)
         data = torch.randint(0, VOCAB, (2, BATCH, 6), generator=generator)
-        x, y = data.chunk(dist.get_world_size(), 1)[dist.get_rank()]
+        group = engine.seq_data_parallel_group
+        x, y = data.chunk(dist.get_world_size(group), 1)[dist.get_rank(group)]
         loss = engine(x, y)
         engine.backward(loss)
         engine.step()

@@ -37,6 +37,10 @@ class Engine:
         self.devices = ()
         self.module = None
         self.trains = True
+        self.names_differ = False
+
+    def sample(self) -> dict[str, bytes]:
+        return {}
 
     def refuse_unsupported(self, *, drop_gradients: bool = False, leave_out: bool = False) -> None:
         pass

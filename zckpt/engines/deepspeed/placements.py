@@ -43,7 +43,8 @@ def placements_of(
     pipeline = Pipeline(engine.module)
     for reason in pipeline.unsupported(parameters):
         raise ValueError(reason)
-    if tensor_ranks.size > 1 and not any(map(_is_cut, parameters.values())):
+    # A stage of a pipeline may have no layer that is cut.
+    if tensor_ranks.size > 1 and not pipeline.divided and not any(map(_is_cut, parameters.values())):
         raise ValueError(
             f"tensor parallelism over {tensor_ranks.size} ranks, of which no parameter tells how it is cut (by the "
             "attributes tensor_model_parallel, partition_dim and partition_stride)"
