@@ -206,3 +206,14 @@ def test_a_module_without_the_expected_functions_is_left_alone_with_a_warning() 
     module.get_last_checkpoint = lambda folder: folder  # type: ignore[attr-defined]
     with pytest.warns(UserWarning, match="trainer_utils has no rotate_checkpoints and no sort_checkpoints"):
         frameworks._replace_in(module)
+
+
+def test_a_run_with_tensor_parallelism_is_resumed(cluster: Cluster, tmp_path: Path) -> None:
+    """DeepSpeed's own load merges the files of the ranks as Megatron's, and fails."""
+    directory, through = tmp_path / "run", tmp_path / "through"
+    options = {"save_steps": 4, "max_steps": STEPS}
+    run(cluster, through, {}, options, stage=1, tp=2)
+    outcomes = cluster.outcomes(attached, 2, str(directory), {}, options, init=False, stage=1, tp=2, killed_at=7)
+    assert all(outcome.signal for outcome in outcomes)
+    assert run(cluster, directory, {}, options, stage=1, tp=2)["last"] == "checkpoint-4"
+    assert_losses_equal(directory, through)

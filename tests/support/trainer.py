@@ -30,6 +30,7 @@ def train(
     options: dict[str, Any],
     *,
     stage: int | str = 2,
+    tp: int = 1,
     best_at: int | None = None,
     killed_at: int | None = None,
     signalled: list[int] | None = None,
@@ -41,9 +42,9 @@ def train(
     ``best_at`` is the step whose evaluation has the best result. Each rank kills itself before the step ``killed_at``.
     ``signalled`` has a rank, and the step before which it sends itself a SIGTERM. Each step takes ``step_seconds``
     longer.
-    ``stage`` is that of ZeRO, or "fsdp".
+    ``stage`` is that of ZeRO, or "fsdp". ``tp`` is the number of ranks over which DeepSpeed cuts the layers.
     """
-    from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
     from transformers.trainer_utils import get_last_checkpoint
 
     class Recording(Trainer):
@@ -70,6 +71,8 @@ def train(
         "zero_optimization": {"stage": stage, "stage3_gather_16bit_weights_on_model_save": False},
         "zero_allow_untested_optimizer": True,
     }
+    if tp > 1:
+        config["tensor_parallel"] = {"autotp_size": tp}
     if stage != "fsdp":
         kind = {"deepspeed": config}
     if best_at is not None:
@@ -83,7 +86,12 @@ def train(
     tokens = torch.randint(104, (104, 8))
     tokens[:, 0] = torch.arange(104)
     samples = [{"input_ids": t, "labels": t} for t in tokens]
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=104, n_positions=8, n_embd=16, n_layer=1, n_head=2))
+    sizes = {"hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = (
+        GPT2LMHeadModel(GPT2Config(vocab_size=104, n_positions=8, n_embd=16, n_layer=1, n_head=2))
+        if tp == 1
+        else LlamaForCausalLM(LlamaConfig(vocab_size=104, max_position_embeddings=8, use_cache=False, **sizes))
+    )
     with mock.patch("transformers.trainer.Accelerator", fsdp_accelerator) if stage == "fsdp" else nullcontext():
         trainer = Recording(model, arguments, train_dataset=samples, eval_dataset=samples[:16])
     os.makedirs(directory, exist_ok=True)
