@@ -86,7 +86,9 @@ def train(
     tokens = torch.randint(104, (104, 8))
     tokens[:, 0] = torch.arange(104)
     samples = [{"input_ids": t, "labels": t} for t in tokens]
-    sizes = {"hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes: dict[str, Any] = {
+        "hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 1, "num_attention_heads": 2
+    }  # fmt: skip
     model = (
         GPT2LMHeadModel(GPT2Config(vocab_size=104, n_positions=8, n_embd=16, n_layer=1, n_head=2))
         if tp == 1

@@ -89,8 +89,8 @@ def test_a_resumed_run_goes_on_bit_for_bit(cluster: Cluster, tmp_path: Path, mod
     path = str(tmp_path / "c")
     through = cluster.run(write_and_go_on, ranks, path, setup)
     assert zckpt.validate(path).ok
-    for trained in (0, 2):
-        assert cluster.run(restore_and_go_on, ranks, path, setup, trained) == through
+    trained = 2 * (len(mode) % 2)  # Half of the engines that are restored into have trained before.
+    assert cluster.run(restore_and_go_on, ranks, path, setup, trained) == through
 
 
 def move(path: str, there: str, setup: Setup) -> dict[str, torch.Tensor]:
@@ -102,7 +102,10 @@ def move(path: str, there: str, setup: Setup) -> dict[str, torch.Tensor]:
     return {}
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "mode",
+    [mode if mode in ("bf16 masters", "ratio") else pytest.param(mode, marks=pytest.mark.matrix) for mode in MODES],
+)
 def test_it_restores_into_plain_zero_and_back(cluster: Cluster, tmp_path: Path, mode: str) -> None:
     ranks, setup = MODES[mode]
     options = {key: value for key, value in setup.items() if key in ("groups", "scheduler")}
