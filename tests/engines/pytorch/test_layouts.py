@@ -3,6 +3,7 @@ cannot be saved is refused."""
 
 from __future__ import annotations
 
+import os
 import warnings
 from itertools import product
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import zckpt
 from tests.support.grids import order_of
@@ -149,6 +151,46 @@ def test_the_span_of_a_rank_is_where_its_elements_are(cluster: Cluster, ranks: i
     # FSDP2 may have refused to shard on some of the ranks.
     assert all(seen[key] == first[key] for seen in others for key in seen.keys() & first.keys())
     assert any(grid.sections for grid in first.values())
+
+
+def spans_on_a_mesh(dp: int, tp: int) -> list[tuple[Any, list[float]] | None]:
+    """Returns the span of each of many tensors of 1 to 30 rows, or columns, and the numbers that its local elements
+    have, or None if FSDP2 refuses to cut the tensor so. The ranks do not exchange anything."""
+    dist.init_process_group("fake", rank=int(os.environ["RANK"]), world_size=dp * tp, store=FakeStore())
+    mesh = init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
+    shards: list[Any] = [lambda parameter: Shard(0), lambda parameter: Shard(1)]
+    seen: list[tuple[Any, list[float]] | None] = []
+    for size, by_tp, by_dp in product(range(1, 31), (0, 1), (0, 1)):
+        for rows, columns in ((size, 3), (4, size)):
+            module = nn.Linear(columns, rows, bias=False)
+            numbers = torch.arange(rows * columns * 1.0).reshape(rows, columns)
+            cut = distribute_tensor(numbers, mesh["tp"], [Shard(by_tp)], src_data_rank=None)
+            module.weight = nn.Parameter(cut)
+            try:
+                fully_shard(module, mesh=mesh["dp"], shard_placement_fn=shards[by_dp])
+            except NotImplementedError:
+                seen.append(None)
+                continue
+            weight: Any = module.weight
+            seen.append((span_of(weight), weight._local_tensor.detach().flatten().tolist()))
+    return seen
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("tp", [1, 2, 3])
+@pytest.mark.parametrize("dp", [1, 2, 3, 4])
+def test_every_size_is_where_its_elements_are(cluster: Cluster, dp: int, tp: int) -> None:
+    """PyTorch's own description of these layouts is wrong for some of them."""
+    laid_out = 0
+    for of_ranks in zip(*cluster.run(spans_on_a_mesh, dp * tp, dp, tp, init=False), strict=True):
+        if None in of_ranks:
+            continue
+        (grid,) = {span.grid for span, _ in of_ranks}
+        numbers = order_of(grid).tolist()
+        assert sorted(number for _, local in of_ranks for number in local) == list(range(len(numbers)))
+        assert all(local == numbers[span.start : span.stop] for span, local in of_ranks)
+        laid_out += 1
+    assert laid_out > 100
 
 
 def refusals(path: str) -> None:
