@@ -32,7 +32,7 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         path = str(Path(directory) / "global_step100")
-        pieces, _ = index_scale.generate(Path(path), options.ranks, options.parameters)
+        pieces, _ = index_scale.generate(Path(path), options.ranks, options.parameters, 1)
         zckpt = [sys.executable, "-m", "zckpt"]
         commands = {
             "zckpt --help": [*zckpt, "--help"],

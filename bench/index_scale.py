@@ -1,17 +1,17 @@
 """Measures the size and the speed of the index at 1024 ranks x 1000 parameters x 3 parts, without tensor data.
 
-    python bench/index_scale.py [--ranks N] [--parameters N] [--runs N] [--json FILE]
+    python bench/index_scale.py [--ranks N] [--tp N] [--parameters N] [--runs N] [--json FILE]
 
-The program builds the manifest and the index of a synthetic ZeRO-3 checkpoint. Then it measures, in fresh processes,
-the bytes for each piece, the time, the reads and the bytes that it takes to open the checkpoint and to look up one key,
-and the time and the peak memory, above that of the imports, that it takes to decode the whole index.
+The program builds the manifest and the index of a synthetic ZeRO-3 checkpoint. With --tp, tensor parallelism has cut
+the matrices over N ranks before, half of them in their rows and half of them in their columns. Then it measures, in
+fresh processes, the bytes for each piece, the time, the reads and the bytes that it takes to open the checkpoint and to
+look up one key, and the time and the peak memory, above that of the imports, that it takes to decode the whole index.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import random
 import statistics
 import subprocess
@@ -22,7 +22,7 @@ from pathlib import Path
 
 from zckpt.format import names
 from zckpt.format.digest import BLOCK_BYTES
-from zckpt.geometry import Grid, Span
+from zckpt.geometry import all_of, section_of
 from zckpt.plan import catalog
 from zckpt.plan.layout import plan_data_files
 from zckpt.state.inventory import Fragment
@@ -31,6 +31,7 @@ PARTS = ("master", "exp_avg", "exp_avg_sq")
 
 ONE_KEY = """
 import sys, time, json, zckpt
+zckpt.open  # imports torch
 start = time.perf_counter()
 ck = zckpt.open(sys.argv[1])
 info = ck[sys.argv[2]]
@@ -40,6 +41,7 @@ print(json.dumps({"seconds": seconds, "pieces": n, "reads": ck.io.reads, "bytes"
 """
 WHOLE = """
 import sys, time, json, zckpt
+zckpt.open  # imports torch
 def peak():  # ru_maxrss would be the peak of the parent, from before exec
     return int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1]) * 1024
 before = peak()
@@ -53,7 +55,7 @@ print(json.dumps({"seconds": time.perf_counter() - start, "pieces": n, "reads": 
 """
 
 
-def generate(path: Path, ranks: int, parameters: int, seed: int = 0) -> tuple[int, list[str]]:
+def generate(path: Path, ranks: int, parameters: int, tp: int, seed: int = 0) -> tuple[int, list[str]]:
     """Writes the manifest and the index of a checkpoint without its data files.
 
     The shapes are drawn at random, but resemble those of a transformer: there are matrices of many sizes, biases, and
@@ -74,12 +76,17 @@ def generate(path: Path, ranks: int, parameters: int, seed: int = 0) -> tuple[in
     pieces = 0
     for rank in range(ranks):
         fragments = []
-        for name, shape in shapes.items():
-            numel = math.prod(shape)
-            share = -(-numel // ranks)
-            start, stop = min(rank * share, numel), min((rank + 1) * share, numel)
-            if start < stop:
-                fragments += [Fragment(part, name, "F32", Span(Grid(shape), start, stop)) for part in PARTS]
+        for number, (name, shape) in enumerate(shapes.items()):
+            held = all_of(shape)
+            if tp > 1 and len(shape) == 2:
+                width = shape[number % 2] // tp
+                held = section_of(shape, number % 2, [((width * of, width),) for of in range(tp)], rank % tp)
+            elif rank % tp:
+                continue  # Another rank writes this replica.
+            share = -(-held.numel // (ranks // tp))
+            span = held.clip(rank // tp * share, (rank // tp + 1) * share)
+            if span.numel:
+                fragments += [Fragment(part, name, "F32", span) for part in PARTS]
         plans = plan_data_files(fragments, save_id, rank, ranks, block_bytes=BLOCK_BYTES)
         pieces += sum(len(plan.fragments) for plan in plans)
         rank_records.append(catalog.rank_record(rank, plans))
@@ -101,13 +108,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=1024)
     parser.add_argument("--parameters", type=int, default=1000)
+    parser.add_argument("--tp", type=int, default=1, choices=[1, 2, 4, 8, 16, 32, 64])
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory)
         start = time.perf_counter()
-        pieces, keys = generate(path, options.ranks, options.parameters)
+        pieces, keys = generate(path, options.ranks, options.parameters, options.tp)
         seconds = time.perf_counter() - start
         sizes = {file.name: file.stat().st_size for file in path.rglob("*") if file.is_file()}
         one_key_runs = [
@@ -116,6 +124,7 @@ def main() -> None:
         whole_index_runs = [measure(WHOLE, directory) for _ in range(options.runs)]
     results = {
         "ranks": options.ranks,
+        "tp": options.tp,
         "parameters": options.parameters,
         "parts": len(PARTS),
         "pieces": pieces,
