@@ -219,7 +219,7 @@ def tell_after_the_first_step(directory: str) -> None:
     engine = zckpt.attach(make_engine(config={"gradient_accumulation_steps": 2}))
     calls = []
 
-    def unsupported(engine: Any) -> list[str]:
+    def unsupported(engine: Any, adapter: object) -> list[str]:
         calls.append(engine.global_steps)
         return ["something new"]
 
@@ -232,7 +232,7 @@ def tell_after_the_first_step(directory: str) -> None:
     assert calls == [1]
     detached = make_engine()
     del calls[:]
-    refuse.unsupported = lambda engine: []
+    refuse.unsupported = lambda engine, adapter: []
     zckpt.detach(zckpt.attach(detached))
     refuse.unsupported = unsupported
     train(detached, 1)

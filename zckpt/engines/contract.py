@@ -131,7 +131,7 @@ class EngineAdapter(ABC):
     def names_differ(self) -> bool:
         """Whether some ranks hold tensors of which other ranks have no elements and do not know the names, such as the
         layers of other pipeline stages. It is the same on every rank. A write then joins the tree ``optimizer``, whose
-        param groups have the same settings on every rank, and the aliases and extra state of all ranks."""
+        param groups must have the same settings on every rank, and the aliases and extra state of all ranks."""
         return False
 
     @property
@@ -154,7 +154,8 @@ class EngineAdapter(ABC):
         Together, the fragments of all ranks cover every tensor without a gap, and no element twice, except that several
         ranks may return the same fragment with a label in ``replicated``. Then a write compares the values of these
         ranks, and each of them writes a share (see ``plan.replicas``). A buffer may differ from rank to rank: each rank
-        returns all of it with its own rank as ``copy``, and a write keeps the copies that differ from that of rank 0.
+        returns all of it with its own rank as ``copy``, and a write keeps the copies that differ from that of the first
+        rank that has the buffer, which is rank 0 unless ``names_differ``.
         Tensors that modules add to their ``state_dict`` by themselves are buffers too. All fragments that are not of
         buffers have copy 0. One rank may return several fragments with the same key. No fragment is empty, except that
         one rank returns an empty fragment for a tensor without elements.
@@ -163,11 +164,12 @@ class EngineAdapter(ABC):
         """
 
     def sample(self) -> Mapping[str, bytes]:
-        """Returns bytes by any names. They are equal on all ranks of this engine that return the same name, and differ
-        between engines of one job as far as that can be told at little cost: for example, some elements of weights that
-        every rank has. There are no bytes if nothing can be told, such as while the weights are on disk. A write
-        compares the bytes, because ranks that write different engines would commit a mixture of both. Changes
-        nothing."""
+        """Returns some bytes, each under the name of a weight or an empty name. All ranks of this engine that return
+        the same name return the same bytes for it. Engines of one job differ in them, as far as that can be told at
+        little cost, such as from some elements of a weight. Where replicas are not compared otherwise (see
+        ``inventory``), the bytes are a digest of the whole weight. The result is empty if nothing can be told, such as
+        while the weights are on disk. A write compares the bytes, because ranks that write different engines would
+        commit a mixture of both. Changes nothing."""
         return {}
 
     def memory(self) -> Iterable[Holding]:
@@ -184,8 +186,9 @@ class EngineAdapter(ABC):
     @abstractmethod
     def state(self) -> dict[str, Any]:
         """Returns the non-tensor state as trees: counters, the scheduler, param groups, and scalars by parameter name.
-        They are equal on every rank, and those of rank 0 are written. A write first compares the tree ``optimizer``,
-        and fails if it differs between ranks. The result has all trees that ``trees`` names. It may have more trees,
+        Those of rank 0 are written, and those of other ranks may be incomplete. Only the tree ``optimizer`` has to be
+        equal on every rank: a write compares it, or joins the trees of all ranks if ``names_differ``. The result has
+        all trees that ``trees`` names. It may have more trees,
         which no restore reads, such as the settings that the framework's own files depend on.
 
         Trees contain None, bool, int, float, str, bytes, list, tuple, dict, OrderedDict, Counter, dense tensors and

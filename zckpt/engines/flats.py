@@ -117,7 +117,8 @@ class FlatBuffer:
     """For each part of the flat buffer that is in a swap file now, the range of that file. While it is there, the
     tensor of the part has no elements."""
     whole: bool = False
-    """Whether the flat buffer holds exactly one parameter, whole, in its own shape and equal on every rank."""
+    """Whether the flat buffer holds exactly one parameter, whole, in its own shape and equal on every rank that has
+    it."""
     wider: Mapping[str, tuple[ParameterRange, ...]] = field(default_factory=dict)
     """For each moment that is 1-D and holds more elements than the flat buffer: the ranges of the parameters in that
     moment."""

@@ -1,5 +1,5 @@
-"""The ranks over which one engine is spread. Mostly these are all ranks of the job, but a job may train several
-models."""
+"""Some ranks of a job: those of one engine, or those of it that hold the same local tensors. A job may train several
+models, so an engine need not have all ranks."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import torch.distributed as dist
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankGroup:
-    """The ranks of one engine. They are numbered from 0 in the order of ``ranks``, and the adapter uses these
-    numbers."""
+    """Some ranks of a job. They are numbered from 0 in the order of ``ranks``."""
 
     handle: dist.ProcessGroup | None
     """The process group for collectives. None stands for all ranks of the job."""
@@ -27,8 +26,8 @@ class RankGroup:
 
 
 def rank_group_of(handle: dist.ProcessGroup | None) -> RankGroup:
-    """Returns the ranks of an engine. ``handle``: its process group, or None if these are all ranks of the job. Without
-    a job of several ranks, there is only rank 0."""
+    """Returns the ranks of a process group. ``handle``: the process group, or None for all ranks of the job. Without a
+    job of several ranks, there is only rank 0."""
     if not dist.is_initialized():
         return RankGroup(None, 0, (0,))
     return RankGroup(handle, dist.get_rank(handle), ranks_of(handle))

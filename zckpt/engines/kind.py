@@ -6,6 +6,8 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
+
 from zckpt.engines.flats import moments, part_of_state
 from zckpt.engines.tensors import holdings
 from zckpt.state.inventory import GRADIENT, MASTER, PARAM, Holding
@@ -14,10 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
-    import torch
-
     from zckpt.engines.flats import FlatBuffer, ParameterRange
-    from zckpt.engines.placement import Placement
+    from zckpt.engines.local_tensors import LocalTensor
     from zckpt.format.names import Tier
     from zckpt.state.inventory import FileRange
 
@@ -37,21 +37,21 @@ class Kind:
     Attributes whose storages also belong to master weights, to their optimizer state or to parameters are left out.
     Some versions of DeepSpeed do not have all of these attributes."""
 
-    def __init__(self, wrapper: Any, parameters: Mapping[str, Any], placements: Mapping[str, Placement]) -> None:
-        """Changes nothing. ``wrapper``: the object that has the state. ``parameters`` and ``placements``: those of the
-        module, by name."""
-        self._wrapper, self._parameters, self._placements = wrapper, parameters, placements
+    def __init__(self, wrapper: Any, parameters: Mapping[str, Any], local_tensors: Mapping[str, LocalTensor]) -> None:
+        """Changes nothing. ``wrapper``: the object that has the state. ``parameters`` and ``local_tensors``: those of
+        the module, by name."""
+        self._wrapper, self._parameters, self._local_tensors = wrapper, parameters, local_tensors
 
     @classmethod
     def unsupported(
-        cls, wrapper: Any, parameters: Mapping[str, Any], placements: Mapping[str, Placement]
+        cls, wrapper: Any, parameters: Mapping[str, Any], local_tensors: Mapping[str, LocalTensor]
     ) -> Iterator[str]:
         """Yields the reasons why this layout of the parameters is not supported, with names of parameters. Changes
         nothing."""
         raise NotImplementedError
 
     @classmethod
-    def shapes(cls, wrapper: Any) -> Mapping[int, Sequence[int]]:
+    def shapes(cls, wrapper: Any, parameters: Mapping[str, Any]) -> Mapping[int, Sequence[int]]:
         """Returns the shape of the local tensor of each parameter whose own shape may be another one, by the id of the
         parameter."""
         return {}
@@ -83,20 +83,20 @@ class Kind:
         of its swap file."""
         raise NotImplementedError
 
-    def replicated(self, name: str) -> str:
-        """Returns the label of the set of replicas to which what this rank holds of a weight belongs, as in
-        ``Fragment``."""
-        raise NotImplementedError
-
     def writes_empty(self, name: str) -> bool:
-        """Returns whether this rank writes a parameter if that has no elements."""
-        placement = self._placements[name]
-        return placement.owners.rank == 0 and placement.writes_partition
+        """Returns whether this rank writes the empty fragment of a parameter without elements."""
+        local = self._local_tensors[name]
+        return local.owners.rank == 0 and local.writes_partition
 
     def read_share(self, name: str) -> tuple[ParameterRange, torch.Tensor | FileRange]:
         """Returns what this rank reads of a parameter in a restore, as ``weight`` does. This is less than ``weight``
         returns if other ranks read the rest, and ``after_restore`` exchanges what was read."""
         return self.weight(name)
+
+    def moment_dtype(self, flat: FlatBuffer) -> torch.dtype:
+        """Returns the dtype in which the optimizer makes the moments of a flat buffer."""
+        # DeepSpeed's optimizers for the CPU may keep fp32 moments of 16-bit master weights.
+        return torch.float32 if getattr(self.optimizer, "fp32_optimizer_states", False) else flat.master.dtype
 
     def memory(self) -> Iterator[Holding]:
         """Returns what ``EngineAdapter.memory`` returns, but without the buffers of the module."""

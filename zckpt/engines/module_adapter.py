@@ -14,7 +14,7 @@ from zckpt.engines import optimizer
 from zckpt.engines.contract import EngineAdapter
 from zckpt.engines.extra_state import ExtraState
 from zckpt.engines.flats import moments
-from zckpt.engines.tensors import dtype_name, holdings, named_parameters, persistent_buffers, some_bytes
+from zckpt.engines.tensors import dtype_name, holdings, named_parameters, persistent_buffers, some_bytes, some_of
 from zckpt.engines.trees import subtree
 from zckpt.errors import UnsupportedError
 from zckpt.format.names import Tier
@@ -115,7 +115,8 @@ class ModuleAdapter(EngineAdapter):
         return Inventory(tuple(fragments), aliases, frozenset(self.extra.tensors), tuple(self.extra.unsaved))
 
     def sample(self) -> Mapping[str, bytes]:
-        return {"weights": some_bytes([weight for weight in self.parameters[0].values() if weight.requires_grad])}
+        trained = {name: weight for name, weight in self.parameters[0].items() if weight.requires_grad}
+        return {name: some_bytes([trained[name]]) for name in some_of(list(trained))}
 
     def memory(self) -> Iterator[Holding]:
         extra = self.extra.tensors  # first, as in ``inventory``
@@ -141,9 +142,7 @@ class ModuleAdapter(EngineAdapter):
                     dtype = like.dtype
                     if live is None and dtype in {masters[name].dtype for name in flat.names if name in masters}:
                         # A moment that was saved in the dtype of its weight has it here too.
-                        dtype = flat.master.dtype
-                        if getattr(self.kind.optimizer, "fp32_optimizer_states", False):  # as DeepSpeedCPUAdam may have
-                            dtype = torch.float32
+                        dtype = self.kind.moment_dtype(flat)
                     fragments += flat.expected(part, dtype)
         weights = self.weights_to_read(empty=True)
         buffers = self.buffer_fragments(self.buffers[0], empty=True)
@@ -173,8 +172,7 @@ class ModuleAdapter(EngineAdapter):
         places = {PARAM: parameters, BUFFER: self.buffers[0].keys()}
 
         def has_place(part: str, name: str) -> bool:
-            alike = self.alike(name)
-            name = name if alike is None else alike
+            name = self.counterpart(name)
             return not name or name in places.get(part, optimized) or (part == BUFFER and self._is_extra(name))
 
         return [f"{part}/{name}" for part, names in stored.items() for name in names if not has_place(part, name)]
@@ -196,11 +194,11 @@ class ModuleAdapter(EngineAdapter):
         ranks have different tensors of the same name."""
         return name
 
-    def alike(self, name: str) -> str | None:
-        """Returns the name of a tensor of the same kind that this rank has, if a tensor of a checkpoint belongs to a
-        part of the model that only other ranks have, and otherwise None. The name is empty if this rank has none of the
-        kind."""
-        return None
+    def counterpart(self, name: str) -> str:
+        """Returns the name under which this rank has a tensor of a checkpoint, or the corresponding tensor: that of an
+        expert of this rank in the place of an expert of another rank. The name is empty if only other ranks have such a
+        tensor."""
+        return name
 
     def _renamed(self, named: tuple[dict[str, T], dict[str, str]]) -> tuple[dict[str, T], dict[str, str]]:
         tensors, aliases = named
@@ -269,8 +267,8 @@ class ModuleAdapter(EngineAdapter):
     def _weights(self, names: Iterable[str]) -> Iterator[Fragment]:
         """Yields a fragment for what this rank holds of each weight, in the dtype that the model computes with."""
         for name in names:
-            fragment = self._weight(*self.kind.weight(name), self.kind.replicated(name))
-            # No rank has elements of a tensor without elements, so the first one that knows it writes it.
+            fragment = self._weight(*self.kind.weight(name))
+            # A parameter without elements has to be written by one rank: the first of its owners.
             if fragment.span.numel or (0 in fragment.shape and self.kind.writes_empty(name)):
                 yield fragment
 
@@ -282,13 +280,13 @@ class ModuleAdapter(EngineAdapter):
             if fragment.span.numel or empty or (0 in fragment.shape and self.kind.writes_empty(name)):
                 yield fragment
 
-    def _weight(self, held: ParameterRange, data: torch.Tensor | FileRange, replicated: str = "") -> Fragment:
+    def _weight(self, held: ParameterRange, data: torch.Tensor | FileRange) -> Fragment:
         dtype = dtype_name(self.parameters[0][held.name].dtype, f"{PARAM}/{held.name}")
         tier = Tier.NVME if isinstance(data, FileRange) else self.kind.tier(PARAM)
-        return Fragment(PARAM, held.name, dtype, held.span, tier, replicated=replicated, data=data)
+        return Fragment(PARAM, held.name, dtype, held.span, tier, replicated=held.replicated, data=data)
 
     def buffer_fragments(self, buffers: Mapping[str, torch.Tensor], *, empty: bool = False) -> Iterator[Fragment]:
-        """Yields a fragment for each of ``buffers``. ``empty``: as in ``param_fragments``. If the elements of a buffer
+        """Yields a fragment for each of ``buffers``. ``empty``: as in ``weights_to_read``. If the elements of a buffer
         are not contiguous in memory, the ``data`` of its fragment is a copy."""
         rank = self.group.rank
         for name, buffer in buffers.items():

@@ -147,16 +147,18 @@ def capture(optimizer: Any, flats: Sequence[FlatBuffer]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def joined(trees: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def joined(trees: Sequence[dict[str, Any]], *, leave_out: bool) -> dict[str, Any]:
     """Returns one tree of the trees that ``capture`` has made on the ranks of an engine whose ranks have different
-    parameters. Raises StateError if the ranks have different settings, or different values for a parameter."""
+    parameters. If ranks have another number of param groups, it raises StateError. If they have different settings, or
+    different values for a parameter, it raises StateError too, or takes those of the first rank if ``leave_out``."""
     first = trees[0]
     about = [{key: value for key, value in tree.items() if key not in ("param_groups", "states")} for tree in trees]
     settings = [[{k: v for k, v in group.items() if k != "params"} for group in tree["param_groups"]] for tree in trees]
     for rank, other in enumerate(zip(about, settings, strict=True)):
-        if not _equal(other, (about[0], settings[0])):
+        same = _equal(other, (about[0], settings[0]))
+        if len(other[1]) != len(settings[0]) or not (same or leave_out):
             raise StateError(f"rank {rank} has other param groups, or other settings of them, than rank 0", rank=rank)
-    groups = [{**group, "params": []} for group in first["param_groups"]]
+    groups: list[dict[str, Any]] = [{"params": [], **of_first} for of_first in settings[0]]
     for index, group in enumerate(groups):
         group["params"] = list(dict.fromkeys(name for tree in trees for name in tree["param_groups"][index]["params"]))
     states: list[dict[str, Any]] = []
@@ -168,10 +170,12 @@ def joined(trees: Sequence[dict[str, Any]]) -> dict[str, Any]:
                 whole = {**entry, "params": []}
                 states.append(whole)
             for name in entry["params"]:
-                if of_name.setdefault(name, whole) is not whole:
+                if name not in of_name:
+                    of_name[name] = whole
+                    whole["params"].append(name)
+                elif of_name[name] is not whole and not leave_out:
                     raise StateError(f"optimizer: rank {rank} has other values for {name}", key=name, rank=rank)
-            whole["params"] += [name for name in entry["params"] if name not in whole["params"]]
-    return {**first, "param_groups": groups, "states": states}
+    return {**first, "param_groups": groups, "states": [entry for entry in states if entry["params"]]}
 
 
 def capture_bound(optimizer: Any, flats: Sequence[FlatBuffer]) -> list[dict[str, Any]]:
@@ -301,7 +305,7 @@ class Saved:
         has."""
         if key == "params" or key in KERNELS:
             return False
-        if key == "name" and "moe" in live:  # DeepSpeed makes this group, and names it by the number of its ranks.
+        if key == "name" and "moe" in live:  # DeepSpeed makes and names this group, by the ranks of its experts.
             return False
         if self.is_of_another_class and key not in live:  # Another class has settings that this one does not have.
             return False

@@ -1,12 +1,13 @@
 """Engines that keep local tensors whole, and tensors of which several ranks have a replica.
 
-Each of the owners of a replica reads one share of its elements, so each byte is read only once, and the owners exchange
-what they have read. ``plan.replicas`` describes the shares, and how a write chooses them.
+Each of the owners of a replica reads one share of its elements, so a group of owners reads each byte only once, and the
+owners exchange what they have read. ``plan.replicas`` describes the shares, and how a write chooses them.
 """
 
 from __future__ import annotations
 
 from contextlib import nullcontext
+from itertools import chain
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from zckpt.engines.group import RankGroup
-    from zckpt.engines.placement import Placement
+    from zckpt.engines.local_tensors import LocalTensor
 
 GATHER_BYTES = 32 << 20
 """The largest number of bytes that one all-gather returns. It needs memory for these bytes, and for the bytes that this
@@ -35,15 +36,15 @@ class Replicated(Kind):
     """What the classes share that are for wrappers with whole local tensors. An engine without an optimizer needs
     nothing else. ``Kind`` documents the members."""
 
-    def __init__(self, wrapper: Any, parameters: Mapping[str, Any], placements: Mapping[str, Placement]) -> None:
-        super().__init__(wrapper, parameters, placements)
+    def __init__(self, wrapper: Any, parameters: Mapping[str, Any], local_tensors: Mapping[str, LocalTensor]) -> None:
+        super().__init__(wrapper, parameters, local_tensors)
         self._gather: Callable[[], None] = lambda: None
         """Makes the replicas complete from the shares of all ranks. ``after_fill`` sets this function, and
         ``after_restore`` calls it."""
 
     @classmethod
     def unsupported(
-        cls, wrapper: Any, parameters: Mapping[str, Any], placements: Mapping[str, Placement]
+        cls, wrapper: Any, parameters: Mapping[str, Any], local_tensors: Mapping[str, LocalTensor]
     ) -> Iterator[str]:
         yield from unsupported(parameters)
 
@@ -53,9 +54,6 @@ class Replicated(Kind):
     def weight(self, name: str) -> tuple[ParameterRange, torch.Tensor]:
         return self._elements(name, WHOLE)
 
-    def replicated(self, name: str) -> str:
-        return self._placements[name].replicated
-
     def read_share(self, name: str) -> tuple[ParameterRange, torch.Tensor]:
         return self._elements(name, self._share(name))
 
@@ -63,28 +61,36 @@ class Replicated(Kind):
         return nullcontext(self.read_share(name)[1])
 
     def after_fill(self, weights: Collection[str]) -> None:
-        self._gather = self._gathering((name, self._parameters[name]) for name in self._parameters if name in weights)
+        restored = ((name, self._parameters[name]) for name in self._parameters if name in weights)
+        # Weights that were not restored are already equal on all owners.
+        self._gather = self._gathering(chain(restored, self._replicas()))
 
     def after_restore(self) -> None:
         self._gather()
 
+    def _replicas(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields the other replicas of which each owner has read a share, each with the name of its parameter, in the
+        same order on all owners."""
+        return iter(())
+
     def _share(self, name: str) -> Share:
         """Returns the share of the local tensor of a parameter that this rank reads."""
-        owners = self._placements[name].owners
+        owners = self._local_tensors[name].owners
         return Share(owners.rank, owners.size)
 
     def _elements(self, name: str, share: Share) -> tuple[ParameterRange, torch.Tensor]:
-        held = self._placements[name].span
+        held = self._local_tensors[name].span
         span = share.of(held)
         data = local_of(self._parameters[name]).detach().view(-1)
-        return ParameterRange(name, span, 0), data.narrow(0, span.start - held.start, span.numel)
+        own = ParameterRange(name, span, 0, self._local_tensors[name].replicated)
+        return own, data.narrow(0, span.start - held.start, span.numel)
 
     def _gathering(self, replicas: Iterable[tuple[str, torch.Tensor]]) -> Callable[[], None]:
         """Returns what ``gathering`` returns, for all groups of owners. ``replicas``: whole replicas, each with the
         name of a parameter that has the same owners. The owners have to pass the same replicas."""
         by_ranks: dict[tuple[int, ...], tuple[RankGroup, list[torch.Tensor]]] = {}
         for name, replica in replicas:
-            owners = self._placements[name].owners
+            owners = self._local_tensors[name].owners
             by_ranks.setdefault(owners.ranks, (owners, []))[1].append(replica)
         # With one order of all groups, no two ranks that are in several of them can wait for each other.
         gathers = [gathering(tensors, owners) for _, (owners, tensors) in sorted(by_ranks.items(), key=itemgetter(0))]

@@ -19,10 +19,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 T = TypeVar("T", bound=torch.Tensor)
+T_ = TypeVar("T_")
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
 """The names under which wrappers have the module that they wrap."""
 SAMPLED_TENSORS, SAMPLED_ELEMENTS = 16, 16
-"""How many tensors, and how many elements of each, ``some_bytes`` looks at."""
+"""How many tensors, and how many elements of each, are looked at to tell engines apart."""
 
 
 def dtype_name(dtype: torch.dtype, what: str) -> str:
@@ -122,12 +123,16 @@ def holdings(
 def some_bytes(tensors: Sequence[torch.Tensor]) -> bytes:
     """Returns the bytes of some elements of up to ``SAMPLED_TENSORS`` of the tensors, chosen at equal distances.
     Returns no bytes if the values of one of these are not in memory, because they are encoded or on disk."""
-    full = [tensor.detach() for tensor in tensors if tensor.numel()]
-    chosen = full[:: -(-len(full) // SAMPLED_TENSORS) or 1]
+    chosen = some_of([tensor.detach() for tensor in tensors if tensor.numel()])
     if any(why_no_memory(tensor) for tensor in chosen):
         return b""
     rows = (tensor[(0,) * (tensor.dim() - 1)] if tensor.dim() else tensor.reshape(1) for tensor in chosen)
     return b"".join(row[:SAMPLED_ELEMENTS].cpu().contiguous().view(torch.uint8).numpy().tobytes() for row in rows)
+
+
+def some_of(items: Sequence[T_]) -> Sequence[T_]:
+    """Returns up to ``SAMPLED_TENSORS`` of the items, chosen at equal distances."""
+    return items[:: -(-len(items) // SAMPLED_TENSORS) or 1]
 
 
 def is_zero(tensor: torch.Tensor) -> bool:

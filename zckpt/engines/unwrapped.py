@@ -4,7 +4,6 @@ own, or is its own master weight."""
 from __future__ import annotations
 
 import math
-from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zckpt.engines import replicas
@@ -12,11 +11,11 @@ from zckpt.engines.flats import FlatBuffer, ParameterRange, foreign, moments
 from zckpt.engines.tensors import is_zero, local_of
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     import torch
 
-    from zckpt.engines.placement import Placement
+    from zckpt.engines.local_tensors import LocalTensor
 
 
 class ParamGroup(NamedTuple):
@@ -40,15 +39,15 @@ class ParamGroup(NamedTuple):
 class Unwrapped(replicas.Replicated):
     """Reads and restores an optimizer that updates the model's own parameters. ``Kind`` documents the members."""
 
-    def __init__(self, wrapper: Any, parameters: Mapping[str, Any], placements: Mapping[str, Placement]) -> None:
-        super().__init__(wrapper, parameters, placements)
+    def __init__(self, wrapper: Any, parameters: Mapping[str, Any], local_tensors: Mapping[str, LocalTensor]) -> None:
+        super().__init__(wrapper, parameters, local_tensors)
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         self._groups = tuple(self._param_groups(wrapper))
         self.flats = tuple(map(self._flat, self._groups))
 
     @classmethod
     def unsupported(
-        cls, wrapper: Any, parameters: Mapping[str, Any], placements: Mapping[str, Placement]
+        cls, wrapper: Any, parameters: Mapping[str, Any], local_tensors: Mapping[str, LocalTensor]
     ) -> Iterator[str]:
         param_groups = list(cls._param_groups(wrapper))
         yield from replicas.unsupported(parameters)
@@ -72,11 +71,6 @@ class Unwrapped(replicas.Replicated):
     def optimizer(self) -> Any:
         return self._inner(self._wrapper)
 
-    def after_fill(self, weights: Collection[str]) -> None:
-        # Weights that were not restored are already equal on every rank.
-        restored = ((name, self._parameters[name]) for name in self._parameters if name in weights)
-        self._gather = self._gathering(chain(restored, self._replicas()))
-
     def after_restore(self) -> None:
         self._gather()
         for param_group in self._groups:
@@ -87,10 +81,10 @@ class Unwrapped(replicas.Replicated):
                 parameter.grad = None
 
     def _replicas(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields views of the master weight and of each moment of each parameter that other ranks read in part, each
-        with the name of the parameter, in the same order on every rank."""
+        # These are views of the master weight and of each moment of each parameter.
         for param_group, flat in zip(self._groups, self.flats, strict=True):
-            if all(self._placements[name].owners.size == 1 for name in flat.names):
+            # A rank reads all of the local tensor of a DTensor, and ``ParamGroup.whole`` cannot divide that.
+            if all(self._local_tensors[name].owners.size == 1 for name in flat.names):
                 continue
             state = moments(flat, self.optimizer.state.get(flat.master, {}))
             for data in (param_group.master, *(state[key] for key in sorted(state))):
@@ -101,9 +95,9 @@ class Unwrapped(replicas.Replicated):
         ranges, shares, offset = [], [], 0
         for parameter in param_group.parameters:
             name = self._names[id(parameter)]
-            placement = self._placements[name]
-            held, share = placement.span, self._share(name).of(placement.span)
-            ranges.append(ParameterRange(name, held, offset, placement.replicated))
+            local = self._local_tensors[name]
+            held, share = local.span, self._share(name).of(local.span)
+            ranges.append(ParameterRange(name, held, offset, local.replicated))
             shares.append(ParameterRange(name, share, offset + share.start - held.start))
             offset += held.numel
         whole = len(ranges) == 1 and ranges[0].span.numel == math.prod(ranges[0].span.grid.shape)

@@ -81,7 +81,7 @@ class ReferenceAdapter(EngineAdapter):
         )
 
     def sample(self) -> Mapping[str, bytes]:
-        return {"engine": f"seed {self.engine.seed}, step {self.engine.steps}".encode()}
+        return {"": f"seed {self.engine.seed}, step {self.engine.steps}".encode()}
 
     def memory(self) -> Iterator[Holding]:
         for part, tensors in {**self.engine.tensors, GRADIENT: self.engine.gradients}.items():

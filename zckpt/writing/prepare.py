@@ -36,7 +36,7 @@ from zckpt.system.available import available_bytes
 from zckpt.transfer.budget import Budget
 from zckpt.version import __version__
 from zckpt.writing.collect import Changes, add_rank_tree, collect, fingerprint, kept_client_state, pack_tree
-from zckpt.writing.joining import joined, packed_names
+from zckpt.writing.joining import joined, packed_for_joining
 from zckpt.writing.machines import Machines, find_machines
 from zckpt.writing.rank_write import RankWrite, join
 from zckpt.writing.reuse import LATEST, SameFile, earlier_checkpoint, reused
@@ -68,9 +68,11 @@ class Facts(NamedTuple):
     """The digest of the client_state of this rank, or None if it has none."""
     machine: str
     buffers: Mapping[str, bytes]
-    """The digest of each buffer. Only rank 0 tells it, and every rank if the names of the tensors differ."""
-    names: bytes
-    """What ``joined`` needs, if the names of the tensors differ between ranks. Otherwise it is empty."""
+    """The digest of each buffer. Only rank 0 tells it, or every rank if the names of the tensors differ between
+    ranks."""
+    to_join: bytes
+    """What ``packed_for_joining`` has returned, if the names of the tensors differ between ranks. Otherwise it is
+    empty."""
     save_id: str
     """The save id of the write. Only rank 0 tells it."""
     earlier: str
@@ -81,7 +83,7 @@ class Facts(NamedTuple):
     run_id_of_write: str
     """The identity of the run that the checkpoint belongs to. Only rank 0 tells it."""
     sample: Mapping[str, bytes]
-    """The digests of what ``EngineAdapter.sample`` has returned, without those of no bytes."""
+    """The digests of what ``EngineAdapter.sample`` has returned. Empty values are left out."""
     replicas: Sequence[tuple[bytes, bytes]]
     """For each set of replicas of which the rank holds one, the digests of its layout and of its values."""
 
@@ -154,7 +156,7 @@ class Preparation:
         sample = {name: digest(value) for name, value in adapter.sample().items() if value}
         return Facts(
             options.common(self.target), scalars, self._client_digest(), linux.boot_id() or platform.node(),
-            collected.buffers if first or differ else {}, packed_names(collected) if differ else b"",
+            collected.buffers if first or differ else {}, packed_for_joining(collected) if differ else b"",
             self._lock.save_id if first else "", earlier, history_of(self._engine).run_id, run_id, sample,
             [(held.layout, held.values) for held in collected.replicas.values()],
         )  # fmt: skip
@@ -165,8 +167,8 @@ class Preparation:
         aliases = collected.aliases
         if self._rank == 0:
             state = collected.state
-            if facts[0].names:
-                state, aliases = joined(state, [of_rank.names for of_rank in facts])
+            if facts[0].to_join:
+                state, aliases = joined(state, [of_rank.to_join for of_rank in facts], leave_out=options.leave_out)
             root: dict[str, Any] = {"engine": state, names.CLIENT_STATE: dict(options.client_state or {})}
             adapters = adapter_configs(adapter.module)
             if adapters:
@@ -215,8 +217,10 @@ class Preparation:
         if self._client_rank_state is not None:
             rank_state = {**rank_state, names.CLIENT_RANK_STATE: self._client_rank_state}
         add_rank_tree(rank_state, collected.fragments, rank, self._changes, leave_out=options.leave_out)
-        holders = reversed(list(enumerate(facts)))
-        first = {key: (holder, value) for holder, of_rank in holders for key, value in of_rank.buffers.items()}
+        first: dict[str, tuple[int, bytes]] = {}
+        for holder, of_rank in enumerate(facts):
+            for key, value in of_rank.buffers.items():
+                first.setdefault(key, (holder, value))
         fragments = [f for f in collected.fragments if f.part != BUFFER or self._stores(f, first)]
         fragments, differing = self._shared_out(fragments, facts)
         save_id = facts[0].save_id
@@ -384,17 +388,21 @@ class Preparation:
 def _check_engines(facts: Sequence[Facts], options: WriteOptions, rank: int) -> None:
     """Raises RankError if the ranks write different engines, which would commit a mixture of them. An attached engine
     whose replicas differ is written all the same, with a warning, because DeepSpeed would save it."""
-    first_sample: dict[str, bytes] = {}
+    first: dict[str, tuple[int, bytes]] = {}
     first_run_id = next((of_rank.run_id for of_rank in facts if of_rank.run_id), "")
     for number, of_rank in enumerate(facts):
         runs_differ = of_rank.run_id not in ("", first_run_id)
-        same = all(first_sample.setdefault(name, value) == value for name, value in of_rank.sample.items())
-        if not runs_differ and same:
+        for name, value in of_rank.sample.items():
+            first.setdefault(name, (number, value))
+        differing = next((name for name, value in of_rank.sample.items() if first[name][1] != value), None)
+        if not runs_differ and differing is None:
             continue
-        message = f"the engine of rank {number} is not that of rank 0"
+        other = first[differing][0] if differing is not None and not runs_differ else 0
+        message = f"the engine of rank {number} is not that of rank {other}"
         if runs_differ or not options.leave_out:
+            others = f"its weights are others{f', such as {differing}' if differing else ''}"
             raise RankError(
-                f"{message}: {'it belongs to another run' if runs_differ else 'its weights are others'}",
+                f"{message}: {'it belongs to another run' if runs_differ else others}",
                 rank=number,
                 hint="every rank has to write the same engine, and in the same order if there are several; without "
                 "DeepSpeed, the model of every rank has to be wrapped by DistributedDataParallel or fully_shard",

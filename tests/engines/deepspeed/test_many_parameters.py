@@ -9,7 +9,7 @@ import torch
 
 from zckpt.engines import optimizer
 from zckpt.engines.group import RankGroup
-from zckpt.engines.placement import Placement
+from zckpt.engines.local_tensors import LocalTensor
 from zckpt.engines.unwrapped import Unwrapped
 from zckpt.geometry import all_of
 
@@ -63,8 +63,8 @@ def uses(kind: type[torch.optim.SGD], count: int, *, known: bool) -> int:
             values = last if kind is FusedAdam else {"scale": Number(n)}
             made.state[parameter] = {"exp_avg": torch.zeros(1), **values}
         alone = RankGroup(None, 0, (0,))
-        placements = {name: Placement(all_of(weight.shape), alone) for name, weight in parameters.items()}
-        return made, Unwrapped(made, parameters, placements)
+        local_tensors = {name: LocalTensor(all_of(weight.shape), alone) for name, weight in parameters.items()}
+        return made, Unwrapped(made, parameters, local_tensors)
 
     Name.used = 0
     made, wrapper = live("p")

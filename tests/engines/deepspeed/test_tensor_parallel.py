@@ -144,8 +144,8 @@ def write_with_other_replicas(path: str, setup: Setup, message: str) -> None:
     ("setup", "message"),
     [
         ({"way": "mpu", "tp": 2, "stage": 2}, r"master/down_bias has other values on rank 1"),
-        ({"tp": 2, "stage": 0}, "its weights are others"),
-        ({"tp": 3, "stage": 2}, "its weights are others"),
+        ({"tp": 2, "stage": 0}, "its weights are others, such as norm.weight"),
+        ({"tp": 3, "stage": 2}, "its weights are others, such as norm.weight"),
     ],
 )
 def test_replicas_that_differ_between_tensor_parallel_ranks(

@@ -12,17 +12,17 @@ import torch
 from zckpt.engines import optimizer, rng
 from zckpt.engines.contract import Use
 from zckpt.engines.deepspeed import data_sampler, refuse, scaler
-from zckpt.engines.deepspeed.experts import Experts
+from zckpt.engines.deepspeed.experts import MoeExperts
 from zckpt.engines.deepspeed.group import group_of_engine, process_group
-from zckpt.engines.deepspeed.pipeline import Pipeline
-from zckpt.engines.deepspeed.placements import placements_of
+from zckpt.engines.deepspeed.pipeline_stage import PipelineStage
+from zckpt.engines.deepspeed.local_tensors import local_tensors_of
 from zckpt.engines.deepspeed.restoring import DeepSpeedRestoring, rng_tracker
 from zckpt.engines.deepspeed.setup import setup_of
 from zckpt.engines.deepspeed.wrapper import kind_of
 from zckpt.engines.deepspeed.zero12 import uses_muon
 from zckpt.engines.hooks import call_before
 from zckpt.engines.module_adapter import ModuleAdapter
-from zckpt.engines.tensors import some_bytes, unwrapped
+from zckpt.engines.tensors import some_bytes, some_of, unwrapped
 from zckpt.engines.trees import COUNTERS
 from zckpt.engines.unwrapped import Unwrapped
 from zckpt.errors import UnsupportedError
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from zckpt.engines.contract import Selection
     from zckpt.engines.group import RankGroup
     from zckpt.engines.kind import Kind
-    from zckpt.engines.placement import Placement
+    from zckpt.engines.local_tensors import LocalTensor
 
 
 class DeepSpeedAdapter(ModuleAdapter):
@@ -58,21 +58,13 @@ class DeepSpeedAdapter(ModuleAdapter):
 
     @property
     def names_differ(self) -> bool:
-        return self._experts.divided or self._pipeline.divided
-
-    @cached_property
-    def _pipeline(self) -> Pipeline:
-        return Pipeline(self.module)
-
-    @cached_property
-    def _experts(self) -> Experts:
-        return Experts(self.engine, self.module)
+        return self._experts.divided or self._stage.divided
 
     def global_name(self, name: str) -> str:
         return self._experts.global_name(name)
 
-    def alike(self, name: str) -> str | None:
-        return "" if self._pipeline.has_elsewhere(name) else self._experts.alike(name)
+    def counterpart(self, name: str) -> str:
+        return "" if self._stage.has_elsewhere(name) else self._experts.counterpart(name)
 
     @property
     def description(self) -> dict[str, str]:
@@ -84,7 +76,7 @@ class DeepSpeedAdapter(ModuleAdapter):
         }
 
     def refuse_unsupported(self, *, drop_gradients: bool = False, leave_out: bool = False) -> None:
-        reasons = refuse.unsupported(self.engine) or ([] if leave_out else self.extra.unsaved)
+        reasons = refuse.unsupported(self.engine, self) or ([] if leave_out else self.extra.unsaved)
         if reasons:
             raise UnsupportedError(
                 f"zckpt does not support this DeepSpeed engine: {'; '.join(reasons)}", hint=refuse.SUPPORTED
@@ -125,17 +117,21 @@ class DeepSpeedAdapter(ModuleAdapter):
             weight.ds_id for weight in self.parameters[0].values() if weight.requires_grad and hasattr(weight, "ds_id")
         ]
         if numbers:
-            return {"number": repr(numbers[:1]).encode()}
-        weights, placements = self.parameters[0], self._placements
-        trained = {name: weight.detach() for name, weight in weights.items() if weight.requires_grad}
-        sample = {"weights": some_bytes([trained[name] for name in trained if placements[name].everywhere])}
-        if not all(placement.alike for placement in placements.values()):
-            # ZeRO cuts replicas of these into partitions with other borders, which cannot be compared.
+            return {"": repr(numbers[:1]).encode()}
+        trained = {name: weight.detach() for name, weight in self.parameters[0].items() if weight.requires_grad}
+        sample = {self._elements(name): some_bytes([trained[name]]) for name in some_of(list(trained))}
+        if not all(local.same_borders for local in self.local_tensors.values()):
+            # ZeRO cuts the replicas of a weight into partitions with other borders. A write cannot compare these
+            # partitions, so it compares the weights.
             for name, weight in trained.items():
-                placement = placements[name]
-                if placement.everywhere or self._pipeline.tied(name):
-                    sample[f"{name} from element {placement.span.start} on"] = values_digest(weight)
+                if self.local_tensors[name].partition_replicated:
+                    sample[self._elements(name)] = values_digest(weight)
         return sample
+
+    def _elements(self, name: str) -> str:
+        """Returns the name of a weight with the elements of it that this rank holds, if these are not all."""
+        span = self.local_tensors[name].span
+        return name if span.numel == span.grid.numel else f"{name} from element {span.start} on"
 
     def rank_state(self) -> dict[str, Any]:
         tracked = rng_tracker().get_states()
@@ -206,12 +202,21 @@ class DeepSpeedAdapter(ModuleAdapter):
 
     @cached_property
     def kind(self) -> Kind:
-        return self._kind_class(self.engine.optimizer, self.parameters[0], self._placements)
+        return self._kind_class(self.engine.optimizer, self.parameters[0], self.local_tensors)
 
     @cached_property
-    def _placements(self) -> dict[str, Placement]:
-        wrapper = self.engine.optimizer
-        return placements_of(self.engine, self.parameters[0], self._kind_class.shapes(wrapper))
+    def local_tensors(self) -> dict[str, LocalTensor]:
+        """The local tensors of all parameters. Raises ValueError as ``local_tensors_of`` does."""
+        shapes = self._kind_class.shapes(self.engine.optimizer, self.parameters[0])
+        return local_tensors_of(self.engine, self.parameters[0], shapes, self._stage)
+
+    @cached_property
+    def _stage(self) -> PipelineStage:
+        return PipelineStage(self.module)
+
+    @cached_property
+    def _experts(self) -> MoeExperts:
+        return MoeExperts(self.engine, self.module)
 
     def _groups(self) -> list[list[str]] | None:
         """Returns the value of ``Setup.groups``: the names of the parameters of each param group, or None unless the

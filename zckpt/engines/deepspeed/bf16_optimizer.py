@@ -23,7 +23,7 @@ class Bf16Optimizer(Zero12):
     MEMORY: ClassVar = {GRADIENT: ("fp32_groups_gradients_flat",)}
 
     @classmethod
-    def shapes(cls, wrapper: Any) -> Mapping[int, Sequence[int]]:
+    def shapes(cls, wrapper: Any, parameters: Mapping[str, Any]) -> Mapping[int, Sequence[int]]:
         return {}
 
     @staticmethod
@@ -41,5 +41,5 @@ class Bf16Optimizer(Zero12):
     @classmethod
     def _groups(cls, wrapper: Any) -> Iterator[Group]:
         columns = (wrapper.bf16_groups, wrapper.fp32_groups_flat_partition, wrapper.real_dp_process_group)
-        for parameters, master, owners in zip(*columns, strict=True):
-            yield Group(parameters, consecutive(parameter.shape for parameter in parameters), master, owners)
+        for parameters, master, process_group in zip(*columns, strict=True):
+            yield Group(parameters, consecutive(parameter.shape for parameter in parameters), master, process_group)

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from zckpt.engines.trees import subtree
 from zckpt.errors import FormatError
 
 if TYPE_CHECKING:
@@ -32,41 +31,37 @@ def sampler_of(engine: Any) -> Any:
 
 
 def capture(sampler: Any) -> dict[str, Any]:
-    """Returns the tree of a sampler. Only that of rank 0 has the samples of the clusters."""
-    samples = [np.array(cluster[0]) for cluster in sampler.data_clusters] if sampler.global_rank == 0 else []
-    names, positions = sampler.data_cluster_paths, sampler.data_cluster_current_position
+    """Returns the tree of a sampler. Only that of rank 0 has the clusters."""
+    columns = (sampler.data_cluster_paths, sampler.data_cluster_current_position)
+    clusters = [] if sampler.global_rank else zip(sampler.data_clusters, *columns, strict=True)
     return {
         "batch": np.array(sampler.batch, np.int64),
         **{name: int(getattr(sampler, name)) for name in _COUNTS},
         "current_difficulties": dict(sampler.current_difficulties),
         "clusters": [
-            {"name": name.rpartition("/")[2], "position": int(position), "samples": samples[number]}
-            for number, (name, position) in enumerate(zip(names, positions, strict=True))
-            if samples
+            {"name": name.rpartition("/")[2], "position": int(position), "samples": np.array(cluster[0])}
+            for cluster, name, position in clusters
         ],
         "rng": json.dumps(sampler.np_rng.bit_generator.state),
     }
 
 
-def check(state: Mapping[str, Any]) -> None:
-    """Raises FormatError if the tree ``data_sampler`` in the state of an engine is not one that ``capture`` has
-    made."""
-    tree = subtree(state, "data_sampler")
-    clusters = tree.get("clusters")
-    valid = isinstance(clusters, list) and all(
-        isinstance(cluster, dict)
-        and isinstance(cluster.get("samples"), np.ndarray)
-        and cluster["samples"].dtype.kind in "iu"
-        and cluster["samples"].ndim == 1
-        and type(cluster.get("position")) is int
-        # The name becomes that of a file.
-        and str(cluster.get("name", "")).startswith("cluster")
-        and not {"/", "\0"} & {*str(cluster["name"])}
-        for cluster in clusters
-    )
+def check(tree: Any) -> None:
+    """Raises FormatError if a tree is not one that ``capture`` has made."""
+    clusters = tree.get("clusters") if isinstance(tree, dict) else None
+    valid = isinstance(clusters, list) and all(map(_is_cluster, clusters))
     valid = valid and isinstance(tree.get("batch"), np.ndarray) and isinstance(tree.get("current_difficulties"), dict)
     if not valid or not all(type(tree.get(name)) is int for name in _COUNTS) or not isinstance(tree.get("rng"), str):
         raise FormatError("state: data_sampler is not the state of a curriculum's sampler")
+
+
+def _is_cluster(cluster: Any) -> bool:
+    if not (isinstance(cluster, dict) and isinstance(cluster.get("samples"), np.ndarray)):
+        return False
+    name, position, samples = cluster.get("name"), cluster.get("position"), cluster["samples"]
+    # The name becomes that of a file.
+    named = isinstance(name, str) and name.startswith("cluster") and not {"/", "\0"} & {*name}
+    return named and samples.dtype.kind in "iu" and samples.ndim == 1 and type(position) is int and position >= 0
 
 
 def restore(tree: Mapping[str, Any], sampler: Any) -> None:

@@ -10,10 +10,18 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from zckpt.engines.deepspeed.classes import is_a
+
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import nn
+    from torch.distributed import ProcessGroup
 
     from zckpt.geometry import Section
+
+    Cut = tuple[tuple[int, ...], int, Sequence[Section]]
+    """The shape of a whole parameter, the dimension that is cut, and the indices of each rank in it."""
 
 _EXPERT = re.compile(r"(.*?deepspeed_experts\.)(\d+)(\..*)")
 """Matches the name of a parameter or buffer of an expert."""
@@ -32,14 +40,14 @@ class _Layer(NamedTuple):
     """How many all ranks have."""
 
 
-class Experts:
+class MoeExperts:
     """The experts of ``MoE`` that this rank has, by the layers of the model."""
 
     def __init__(self, engine: Any, module: nn.Module) -> None:
         groups = engine.expert_parallel_group or {}
         self._layers: dict[str, _Layer] = {}
         for name, layer in module.named_modules():
-            if type(layer).__name__ == "MoE" and type(layer).__module__.startswith("deepspeed."):
+            if is_a(layer, "MoE"):
                 count = int(layer.num_local_experts)
                 rank = groups[layer.expert_group_name].rank() if layer.expert_group_name in groups else 0
                 prefix = f"{name}.deepspeed_moe.experts.deepspeed_experts.".removeprefix(".")
@@ -52,35 +60,38 @@ class Experts:
 
     def global_name(self, name: str) -> str:
         """Returns the name that a parameter or buffer has in a checkpoint. ``name``: its name in the module."""
-        match = _EXPERT.fullmatch(name)
-        layer = self._layers.get(match[1]) if match else None
+        match, layer = self._expert(name)
         return name if match is None or layer is None else f"{match[1]}{layer.first + int(match[2])}{match[3]}"
 
-    def alike(self, name: str) -> str | None:
-        """Returns the name of the same tensor of an expert that this rank has, if a tensor of a checkpoint belongs to
-        an expert of another rank, and otherwise None."""
-        match = _EXPERT.fullmatch(name)
-        layer = self._layers.get(match[1]) if match else None
+    def counterpart(self, name: str) -> str:
+        """Returns the name of the same tensor of an expert that this rank has, if ``name`` is that of a tensor of an
+        expert of another rank in a checkpoint. Otherwise returns ``name``."""
+        match, layer = self._expert(name)
         if match is None or layer is None or not int(match[2]) < layer.everywhere:
-            return None
+            return name
         here = layer.first <= int(match[2]) < layer.first + layer.here
-        return None if here else f"{match[1]}{layer.first}{match[3]}"
+        return name if here else f"{match[1]}{layer.first}{match[3]}"
+
+    def _expert(self, name: str) -> tuple[re.Match[str] | None, _Layer | None]:
+        match = _EXPERT.fullmatch(name)
+        return match, self._layers.get(match[1]) if match else None
 
 
-def owners_of_expert(engine: Any, parameter: Any) -> Any:
+def process_group_of_expert(engine: Any, parameter: Any) -> ProcessGroup | None:
     """Returns the process group of the ranks that have the same expert, or None if a parameter belongs to no
     expert."""
     if getattr(parameter, "allreduce", True):
         return None
-    return (engine.expert_data_parallel_group or {}).get(getattr(parameter, "group_name", ""))
+    groups: dict[str, ProcessGroup] = engine.expert_data_parallel_group or {}
+    return groups.get(getattr(parameter, "group_name", ""))
 
 
-def divided_by_autoep(parameter: Any) -> tuple[tuple[int, ...], list[Section], int] | None:
-    """Returns how AutoEP has divided the first dimension of a parameter: the shape of the whole parameter, the indices
-    of each rank, and the number of this rank. Returns None for any other parameter."""
+def divided_by_autoep(parameter: Any) -> tuple[Cut, int] | None:
+    """Returns how AutoEP has divided a parameter, and the number of this rank among those over which it is divided.
+    Returns None for any other parameter."""
     described = getattr(parameter, _AUTOEP, None)
     if described is None:
         return None
     ranks = sorted(described["expert_placement"]["ranks"], key=lambda rank: rank["rank"])
     sections = [tuple((int(expert), 1) for expert in rank["experts"]) for rank in ranks]
-    return tuple(described["logical_shape"]), sections, int(described["ep_rank"])
+    return (tuple(described["logical_shape"]), 0, sections), int(described["ep_rank"])

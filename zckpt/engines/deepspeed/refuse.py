@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from zckpt.engines.deepspeed.classes import is_a
 from zckpt.engines.deepspeed.group import group_of_engine, process_group, process_group_of_owners
-from zckpt.engines.deepspeed.placements import placements_of
 from zckpt.engines.deepspeed.wrapper import kind_of
 from zckpt.engines.group import ranks_of
 from zckpt.engines.tensors import persistent_buffers
@@ -19,20 +19,22 @@ from zckpt.transfer.torch_dtypes import DTYPE_NAMES
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from zckpt.engines.deepspeed.adapter import DeepSpeedAdapter
+
 SUPPORTED = (
     "supported: ZeRO stages 0, 1, 2 and 3 (zero_optimization.stage) in bf16, fp16 or fp32, with any offload device; "
     "without an optimizer, stages 0 and 3"
 )
 
 
-def unsupported(engine: Any) -> list[str]:
+def unsupported(engine: Any, adapter: DeepSpeedAdapter) -> list[str]:
     """Returns all reasons why the engine is not supported, the most important ones first. The list is empty for an
-    engine that zckpt can save and restore. Changes nothing."""
+    engine that zckpt can save and restore. ``adapter``: its adapter. Changes nothing."""
     reasons = [*_kind(engine), *_precision(engine), *_offload(engine), *_parallelism(engine), *_features(engine)]
     kind = kind_of(engine)
     if reasons or kind is None:  # It is not known where another kind of wrapper keeps its parameters.
         return reasons
-    return [*_parameters(engine), *_dtypes(engine), *_scheduler(engine)]
+    return [*_parameters(engine, adapter), *_dtypes(engine), *_scheduler(engine)]
 
 
 def _kind(engine: Any) -> Iterator[str]:
@@ -42,7 +44,7 @@ def _kind(engine: Any) -> Iterator[str]:
     if kind_of(engine) is None:
         yield f"zero_optimization.stage = {int(engine.zero_optimization_stage())} with {type(optimizer).__name__}"
     for name in ("OnebitAdam", "OnebitLamb", "ZeroOneAdam"):
-        if _is_a(inner, name) or _is_a(optimizer, name):
+        if is_a(inner, name) or is_a(optimizer, name):
             yield f"optimizer.type = {name}"
 
 
@@ -77,10 +79,13 @@ def _parallelism(engine: Any) -> Iterator[str]:
         yield f"zero_optimization.mics_shard_size = {zero.mics_shard_size}"
     owners = process_group_of_owners(engine)
     if engine.mp_world_size > 1 and owners is not None and process_group(engine) is not None:
-        yield f"tensor parallelism ({engine.mp_world_size} ranks) in an engine that has only some ranks of the job"
+        yield (
+            f"tensor or pipeline parallelism over {engine.mp_world_size} ranks in an engine that has only some ranks "
+            "of the job"
+        )
     for method in ("get_pipeline_model_parallel_world_size", "get_pipe_parallel_world_size"):
         stages = getattr(engine.mpu, method, lambda: 1)()
-        if stages > 1 and not _is_a(engine, "PipelineEngine"):
+        if stages > 1 and not is_a(engine, "PipelineEngine"):
             yield f"pipeline parallelism (mpu, {stages} stages)"
     sequence = getattr(engine, "seq_parallel_group", None)
     if sequence is not None and not {*ranks_of(sequence)} <= {*group_of_engine(engine).ranks}:
@@ -103,12 +108,12 @@ def _features(engine: Any) -> Iterator[str]:
     if _setting(engine, "random_ltd_enabled"):
         yield "data_efficiency.data_routing.random_ltd"
     for module in engine.module.modules():
-        if _is_a(module, "LoRAOptimizedLinear") or _is_a(module, "QuantizedLinear"):
+        if is_a(module, "LoRAOptimizedLinear") or is_a(module, "QuantizedLinear"):
             yield f"deepspeed.linear ({type(module).__name__})"
             break
 
 
-def _parameters(engine: Any) -> Iterator[str]:
+def _parameters(engine: Any, adapter: DeepSpeedAdapter) -> Iterator[str]:
     for name, tensor in chain(engine.module.named_parameters(), persistent_buffers(engine.module)[0].items()):
         why = not_plain(tensor)
         if why is not None:
@@ -116,13 +121,12 @@ def _parameters(engine: Any) -> Iterator[str]:
             return  # Whatever would divide it into the shares of the ranks might call code of its class.
     kind = kind_of(engine)
     if kind is not None:
-        parameters = dict(engine.module.named_parameters())
         try:
-            placements = placements_of(engine, parameters, kind.shapes(engine.optimizer))
+            local_tensors = adapter.local_tensors
         except ValueError as error:
             yield str(error)
             return
-        yield from kind.unsupported(engine.optimizer, parameters, placements)
+        yield from kind.unsupported(engine.optimizer, adapter.parameters[0], local_tensors)
 
 
 def _dtypes(engine: Any) -> Iterator[str]:
@@ -155,8 +159,3 @@ def _scheduler(engine: Any) -> Iterator[str]:
 def _setting(engine: Any, method: str, default: Any = None) -> Any:
     # Some versions of DeepSpeed do not have all of these settings.
     return getattr(engine, method)() if hasattr(type(engine), method) else default
-
-
-def _is_a(thing: Any, name: str) -> bool:
-    # Classes are compared by name, so that no module of DeepSpeed is imported that the engine does not use.
-    return any(base.__name__ == name and base.__module__.startswith("deepspeed.") for base in type(thing).__mro__)

@@ -23,7 +23,7 @@ class DeepSpeedRestoring(ModuleRestoring):
             scaler.check(state["scaler"])
         reasons = super().problems()
         if state.get("data_sampler") is not None:
-            data_sampler.check(state)
+            data_sampler.check(state["data_sampler"])
         elif "data_sampler" in state and self._selection.strict:
             reasons.append("data_sampler: none in the checkpoint, though the engine learns by a curriculum")
         return reasons

@@ -13,7 +13,7 @@ import torch
 
 
 class TwinOptimizer:
-    """Both optimizers as one: the C++ Adam, with the state of all sub-groups."""
+    """Looks like the C++ Adam, but its ``state`` has the states of all sub-groups."""
 
     def __init__(self, wrapper: Any) -> None:
         self._inner = wrapper.optimizer
@@ -28,8 +28,8 @@ class _States:
     """The states of both optimizers, by the master weights of a sub-group."""
 
     def __init__(self, wrapper: Any) -> None:
-        self._wrapper = wrapper
-        self._on_device = {
+        self._in_host_memory, self._on_device = wrapper.optimizer.state, wrapper.backup_optimizer.state
+        self._masters_on_device = {
             id(master)
             for number, master in enumerate(wrapper.fp32_partitioned_groups_flat)
             if wrapper.subgroup_to_device[number] != "cpu"
@@ -37,14 +37,12 @@ class _States:
         }
 
     def __getitem__(self, master: torch.Tensor) -> Any:
-        if id(master) in self._on_device:
-            return _CountedInInt(self._wrapper.backup_optimizer.state[master])
-        return self._wrapper.optimizer.state[master]
+        on_device = id(master) in self._masters_on_device
+        return _CountedInInt(self._on_device[master]) if on_device else self._in_host_memory[master]
 
     def get(self, master: torch.Tensor, default: Any = None) -> Any:
-        on_device = id(master) in self._on_device
-        optimizer = self._wrapper.backup_optimizer if on_device else self._wrapper.optimizer
-        return self[master] if master in optimizer.state else default
+        states = self._on_device if id(master) in self._masters_on_device else self._in_host_memory
+        return self[master] if master in states else default
 
 
 class _CountedInInt(MutableMapping[str, Any]):

@@ -1,9 +1,9 @@
 """ZeRO stages 1 and 2. This file has all code that uses private attributes of DeepSpeed's ``DeepSpeedZeroOptimizer``.
 
 The parameters of a param group lie one after another in one buffer. It is cut into as many equal partitions as there
-are owners, and a cut may go through a parameter. A rank keeps the master weights and moments of its partition as one
-flat buffer. Every rank has all of its weights in the dtype that the model computes with, and all parameters that are
-not trained.
+are owners (see ``LocalTensor``), and a cut may go through a parameter. A rank keeps the master weights and moments of
+its partition as one flat buffer. Every rank has all of its weights in the dtype that the model computes with, and all
+parameters that are not trained.
 
 If ``round_robin_gradients`` reorders the parameters, ``_hp_mapping`` and what DeepSpeed derives from it are wrong. They
 are made anew after a restore, but are never read here.
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from zckpt.engines import replicas
 from zckpt.engines.flats import FlatBuffer, consecutive, cut_together, foreign, momentum_of_muon
 from zckpt.engines.group import rank_group_of
-from zckpt.engines.placement import other_owners
+from zckpt.engines.local_tensors import owner_mismatch
 from zckpt.engines.tensors import holdings
 from zckpt.format.names import Tier
 from zckpt.state.inventory import GRADIENT, MASTER, PARAM
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 
-    from zckpt.engines.placement import Placement
+    from zckpt.engines.local_tensors import LocalTensor
     from zckpt.state.inventory import Holding
 
 
@@ -41,7 +41,7 @@ class Group(NamedTuple):
     """The element of the buffer at which each of these parameters begins."""
     master: torch.Tensor
     """The master weights of this rank's partition."""
-    owners: ProcessGroup
+    process_group: ProcessGroup
     """The process group over which the buffer is partitioned."""
     muon: Sequence[Any] = ()
     """The parameters whose momentum the optimizer Muon keeps on this rank, each of them whole and one after another.
@@ -66,8 +66,8 @@ class Zero12(replicas.Replicated):
         ),
     }
 
-    def __init__(self, wrapper: Any, parameters: Mapping[str, Any], placements: Mapping[str, Placement]) -> None:
-        super().__init__(wrapper, parameters, placements)
+    def __init__(self, wrapper: Any, parameters: Mapping[str, Any], local_tensors: Mapping[str, LocalTensor]) -> None:
+        super().__init__(wrapper, parameters, local_tensors)
         self._moved: frozenset[Any] = frozenset()
         """The states that were offloaded before the restore, and are offloaded again after it."""
         self._pinned = False
@@ -76,22 +76,22 @@ class Zero12(replicas.Replicated):
 
     @classmethod
     def unsupported(
-        cls, wrapper: Any, parameters: Mapping[str, Any], placements: Mapping[str, Placement]
+        cls, wrapper: Any, parameters: Mapping[str, Any], local_tensors: Mapping[str, LocalTensor]
     ) -> Iterator[str]:
         names = {id(parameter): name for name, parameter in parameters.items()}
         groups = list(cls._groups(wrapper))
         yield from replicas.unsupported(parameters)
         yield from foreign(parameters, (parameter for group in groups for parameter in group.parameters))
         known = (
-            (names[id(parameter)], group.owners)
+            (names[id(parameter)], group.process_group)
             for group in groups
             for parameter in group.parameters
             if id(parameter) in names
         )
-        yield from other_owners(known, placements)
+        yield from owner_mismatch(known, local_tensors)
 
     @classmethod
-    def shapes(cls, wrapper: Any) -> Mapping[int, Sequence[int]]:
+    def shapes(cls, wrapper: Any, parameters: Mapping[str, Any]) -> Mapping[int, Sequence[int]]:
         # A parameter has no elements while its storage is offloaded.
         groups = zip(wrapper.round_robin_bit16_groups, wrapper.round_robin_bit16_meta, strict=True)
         return {
@@ -169,17 +169,16 @@ class Zero12(replicas.Replicated):
         flats = []
         for index, group in enumerate(self._groups(self._wrapper)):
             parameter_names = [names[id(parameter)] for parameter in group.parameters]
-            placements = [self._placements[name] for name in parameter_names]
-            held = [placement.span for placement in placements]
-            rank = rank_group_of(group.owners).rank
+            local_tensors = [self._local_tensors[name] for name in parameter_names]
+            held = [local.span for local in local_tensors]
+            rank = rank_group_of(group.process_group).rank
             ranges = cut_together(zip(parameter_names, held, group.offsets, strict=True), rank, group.master.numel())
-            # If the local tensors of other owners have other sizes, their partitions have other borders.
-            alike = all(placement.alike for placement in placements)
+            same_borders = all(local.same_borders for local in local_tensors)
             ranges = tuple(
-                replace(own, replicated=placement.partition_replicated)
-                if alike
-                else replace(own, written=placement.writes_partition)
-                for own, placement in zip(ranges, placements, strict=True)
+                replace(own, replicated=local.partition_replicated)
+                if same_borders
+                else replace(own, written=local.writes_partition)
+                for own, local in zip(ranges, local_tensors, strict=True)
             )
             by_name = {parameter_range.name: parameter_range for parameter_range in ranges}
             momentum = (by_name[names[id(parameter)]] for parameter in group.muon)

@@ -1,10 +1,11 @@
 """ZeRO stage 3. This file and nvme.py have all code that uses private attributes of DeepSpeed's
 ``DeepSpeedZeroOptimizer_Stage3``, and of ``DeepSpeedZeRoOffload``, which an engine without an optimizer has instead.
 
-In the following, P is the number of owners and N the number of elements of a local tensor. Each local tensor is cut on
-its own into P partitions of ceil(N / P) elements. Beyond element N, the last partitions have padding, which is never
-initialised. The master weights and moments of a *sub-group* of parameters are one flat buffer. The weights in the dtype
-that the model computes with are the ``ds_tensor`` of each parameter. Both may be in swap files (see nvme.py).
+In the following, P is the number of owners (see ``LocalTensor``) and N the number of elements of a local tensor. Each
+local tensor is cut on its own into P partitions of ceil(N / P) elements. Beyond element N, the last partitions have
+padding, which is never initialised. The master weights and moments of a *sub-group* of parameters are one flat buffer.
+The weights in the dtype that the model computes with are the ``ds_tensor`` of each parameter. Both may be in swap files
+(see nvme.py).
 """
 
 from __future__ import annotations
@@ -18,19 +19,19 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from zckpt.engines.deepspeed.nvme import OptimizerFiles, ParameterFiles
 from zckpt.engines.deepspeed.twin_flow import TwinOptimizer
 from zckpt.engines.deepspeed.zero12 import uses_muon
-from zckpt.engines.flats import FlatBuffer, ParameterRange, cut_alone, elements_of, foreign, partition_numel
+from zckpt.engines.flats import FlatBuffer, ParameterRange, cut_alone, elements_of, foreign
 from zckpt.engines.kind import Kind
-from zckpt.engines.placement import other_owners
+from zckpt.engines.local_tensors import owner_mismatch
 from zckpt.engines.tensors import holdings
 from zckpt.format.names import Tier
 from zckpt.state.inventory import GRADIENT, MASTER, PARAM, FileRange, Holding
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
     import torch
 
-    from zckpt.engines.placement import Placement
+    from zckpt.engines.local_tensors import LocalTensor
 
 
 class Partitioned(Kind):
@@ -39,14 +40,18 @@ class Partitioned(Kind):
 
     @classmethod
     def unsupported(
-        cls, wrapper: Any, parameters: Mapping[str, Any], placements: Mapping[str, Placement]
+        cls, wrapper: Any, parameters: Mapping[str, Any], local_tensors: Mapping[str, LocalTensor]
     ) -> Iterator[str]:
         for name, parameter in parameters.items():
             if getattr(parameter, "ds_tensor", None) is None:
                 yield f"a parameter that ZeRO does not partition: {name}"
                 return
         owners = ((name, parameter.ds_process_group) for name, parameter in parameters.items())
-        yield from other_owners(owners, placements)
+        yield from owner_mismatch(owners, local_tensors)
+
+    @classmethod
+    def shapes(cls, wrapper: Any, parameters: Mapping[str, Any]) -> Mapping[int, Sequence[int]]:
+        return {id(parameter): parameter.ds_shape for parameter in parameters.values() if hasattr(parameter, "ds_id")}
 
     def tier(self, part: str) -> Tier:
         return Tier.DEVICE if self._wrapper.offload_device is None else Tier.HOST
@@ -58,9 +63,6 @@ class Partitioned(Kind):
         if data is None:
             data = self._in_memory(name)
         return parameter_range, elements_of(data, 0, parameter_range.span.numel, parameter.dtype)
-
-    def replicated(self, name: str) -> str:
-        return self._placements[name].partition_replicated
 
     def memory(self) -> Iterator[Holding]:
         yield from super().memory()
@@ -102,10 +104,12 @@ class Partitioned(Kind):
         partition: torch.Tensor = self._parameters[name].ds_tensor
         return partition.detach()
 
-    def _parameter_range(self, name: str) -> ParameterRange:
-        """Returns the range of the parameter's elements that this rank's partition holds."""
-        placement = self._placements[name]
-        return cut_alone(name, placement.span, placement.owners.rank, placement.owners.size)
+    def _parameter_range(self, name: str, offset: int = 0) -> ParameterRange:
+        """Returns the range of the parameter's elements that this rank's partition holds. ``offset``: the element at
+        which the partition begins in its memory."""
+        local = self._local_tensors[name]
+        own = cut_alone(name, local.span, local.owners.rank, local.owners.size, offset)
+        return replace(own, replicated=local.partition_replicated)
 
 
 class Zero3(Partitioned):
@@ -124,8 +128,8 @@ class Zero3(Partitioned):
         ),
     }
 
-    def __init__(self, wrapper: Any, parameters: Mapping[str, Any], placements: Mapping[str, Placement]) -> None:
-        super().__init__(wrapper, parameters, placements)
+    def __init__(self, wrapper: Any, parameters: Mapping[str, Any], local_tensors: Mapping[str, LocalTensor]) -> None:
+        super().__init__(wrapper, parameters, local_tensors)
         self._files = OptimizerFiles(wrapper)
         self._moved: frozenset[Any] = frozenset()
         """The states that were offloaded before the restore, and are offloaded again after it."""
@@ -133,9 +137,9 @@ class Zero3(Partitioned):
 
     @classmethod
     def unsupported(
-        cls, wrapper: Any, parameters: Mapping[str, Any], placements: Mapping[str, Placement]
+        cls, wrapper: Any, parameters: Mapping[str, Any], local_tensors: Mapping[str, LocalTensor]
     ) -> Iterator[str]:
-        yield from super().unsupported(wrapper, parameters, placements)
+        yield from super().unsupported(wrapper, parameters, local_tensors)
         yield from foreign(parameters, (parameter for group in wrapper.fp16_groups for parameter in group))
 
     @classmethod
@@ -250,10 +254,8 @@ class Zero3(Partitioned):
         flats = []
         for index, master in enumerate(wrapper.fp32_partitioned_groups_flat):
             ranges, offset = [], 0
-            for name in (names[id(parameter)] for parameter in wrapper.fp16_groups[index]):
-                placement = self._placements[name]
-                own = replace(self._parameter_range(name), offset=offset, replicated=placement.partition_replicated)
-                ranges.append(own)
-                offset += partition_numel(placement.span.numel, placement.owners.size)
+            for parameter in wrapper.fp16_groups[index]:
+                ranges.append(self._parameter_range(names[id(parameter)], offset))
+                offset += parameter.partition_numel()
             flats.append(FlatBuffer(wrapper.sub_group_to_group_id[index], tuple(ranges), master, self._files.of(index)))
         return tuple(flats)

@@ -18,7 +18,7 @@ from zckpt.engines.module_adapter import ModuleAdapter
 from zckpt.engines.module_restoring import ModuleRestoring
 from zckpt.engines.pytorch.optimizers import Optimizers
 from zckpt.engines.pytorch.parameters import Parameters, drop_unsharded_gradients, reshard, unsharded_gradients
-from zckpt.engines.pytorch.shards import is_sharded, placements_of
+from zckpt.engines.pytorch.shards import is_sharded, local_tensors_of
 from zckpt.engines.tensors import holdings, local_of, persistent_buffers, unwrapped
 from zckpt.engines.trees import COUNTERS, counters_of
 from zckpt.errors import UnsupportedError
@@ -33,13 +33,10 @@ if TYPE_CHECKING:
     from zckpt.engines.bitsandbytes import Gathered
     from zckpt.engines.contract import Selection
     from zckpt.engines.group import RankGroup
-    from zckpt.engines.placement import Placement
+    from zckpt.engines.local_tensors import LocalTensor
     from zckpt.state.inventory import Holding
 
-SUPPORTED = (
-    "supported: one process, DistributedDataParallel, and FSDP2 (torch.distributed.fsdp.fully_shard) with weights that "
-    "are cut in their first dimension"
-)
+SUPPORTED = "supported: one process, DistributedDataParallel, and FSDP2 (torch.distributed.fsdp.fully_shard)"
 
 
 class TorchAdapter(ModuleAdapter):
@@ -104,11 +101,11 @@ class TorchAdapter(ModuleAdapter):
     def _unsupported(self) -> Iterator[str]:
         """Yields the reasons why the model or its optimizer cannot be saved and restored completely."""
         try:
-            placements = self._placements
+            local_tensors = self._local_tensors
         except ValueError as error:
             yield str(error)
             return
-        yield from Parameters.unsupported(self._optimizers, self.parameters[0], placements)
+        yield from Parameters.unsupported(self._optimizers, self.parameters[0], local_tensors)
         for name, tensor in (*self.parameters[0].items(), *self.buffers[0].items()):
             if tensor.dtype not in DTYPE_NAMES:
                 yield f"{name} of dtype {tensor.dtype}, which safetensors does not know"
@@ -126,7 +123,7 @@ class TorchAdapter(ModuleAdapter):
 
     def sample(self) -> Mapping[str, bytes]:
         # No rank has whole weights of a model that is sharded.
-        return {"number": f"{self.engine.number}".encode()} if self.engine.number else super().sample()
+        return {"": f"{self.engine.number}".encode()} if self.engine.number else super().sample()
 
     def memory(self) -> Iterator[Holding]:
         yield from super().memory()
@@ -181,11 +178,11 @@ class TorchAdapter(ModuleAdapter):
 
     @cached_property
     def kind(self) -> Parameters:
-        return Parameters(self._optimizers, self.parameters[0], self._placements)
+        return Parameters(self._optimizers, self.parameters[0], self._local_tensors)
 
     @cached_property
-    def _placements(self) -> dict[str, Placement]:
-        return placements_of(self.parameters[0], self.group)
+    def _local_tensors(self) -> dict[str, LocalTensor]:
+        return local_tensors_of(self.parameters[0], self.group)
 
     @cached_property
     def _optimizers(self) -> Optimizers | None:

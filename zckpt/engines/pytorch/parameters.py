@@ -16,7 +16,7 @@ from zckpt.transfer.memory import lies_in_order, not_plain
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from zckpt.engines.placement import Placement
+    from zckpt.engines.local_tensors import LocalTensor
 
 
 class Parameters(Unwrapped):
@@ -24,7 +24,7 @@ class Parameters(Unwrapped):
 
     @classmethod
     def unsupported(
-        cls, wrapper: Any, parameters: Mapping[str, Any], placements: Mapping[str, Placement]
+        cls, wrapper: Any, parameters: Mapping[str, Any], local_tensors: Mapping[str, LocalTensor]
     ) -> Iterator[str]:
         for name, parameter in parameters.items():
             local = local_of(parameter)

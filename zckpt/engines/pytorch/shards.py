@@ -1,4 +1,4 @@
-"""Which elements of a tensor this rank holds, if the tensor is a DTensor.
+"""Which elements of each parameter this rank holds, if some of them are DTensors.
 
 FSDP2 cuts a tensor after tensor parallelism has cut it, so a ``_StridedShard``, which stands for FSDP's cut, is the
 last one. Each cut divides a dimension as ``torch.chunk`` does: all chunks have the same size, which is rounded up,
@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from zckpt.engines.group import RankGroup
-from zckpt.engines.placement import Placement
+from zckpt.engines.local_tensors import LocalTensor
 from zckpt.engines.tensors import local_of
 from zckpt.geometry import all_of, box_of
 
@@ -56,10 +56,10 @@ def span_of(tensor: Any) -> Span:
     return box_of(shape, chunks, bounds)
 
 
-def placements_of(parameters: Mapping[str, torch.Tensor], group: RankGroup) -> dict[str, Placement]:
-    """Returns the placements of all parameters of a model. ``group``: the ranks of the engine. Raises ValueError, with
-    the name of the parameter in a phrase, as ``span_of`` does."""
-    placements = {}
+def local_tensors_of(parameters: Mapping[str, torch.Tensor], group: RankGroup) -> dict[str, LocalTensor]:
+    """Returns the local tensors of all parameters of a model. ``group``: the ranks of the engine. Raises ValueError,
+    with the name of the parameter in a phrase, as ``span_of`` does."""
+    local_tensors = {}
     for name, parameter in parameters.items():
         try:
             span = span_of(parameter)
@@ -68,10 +68,10 @@ def placements_of(parameters: Mapping[str, torch.Tensor], group: RankGroup) -> d
         if is_sharded(parameter):
             # Each rank reads all of its local tensor, because others may hold it only in part.
             alone = RankGroup(None, 0, (group.ranks[group.rank],))
-            placements[name] = Placement(span, alone, replica_set(parameter, group.size))
+            local_tensors[name] = LocalTensor(span, alone, replica_set(parameter, group.size))
         else:
-            placements[name] = Placement(span, group, "every rank" if group.size > 1 else "")
-    return placements
+            local_tensors[name] = LocalTensor(span, group, "every rank" if group.size > 1 else "")
+    return local_tensors
 
 
 def replica_set(tensor: Any, ranks: int) -> str:

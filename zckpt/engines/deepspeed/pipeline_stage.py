@@ -10,18 +10,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from zckpt.engines.deepspeed.classes import is_a
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
 _TIED = "tied_modules."
 
 
-class Pipeline:
+class PipelineStage:
     """The layers that this rank has. ``module``: the ``PipelineModule``, or any other module, which has no stages."""
 
     def __init__(self, module: Any) -> None:
         self._module = module
-        self.divided = is_pipeline(module) and module._local_stop - module._local_start < module._num_layers
+        self.divided = is_a(module, "PipelineModule") and module._local_stop - module._local_start < module._num_layers
         """Whether other ranks have other layers."""
 
     def has_elsewhere(self, name: str) -> bool:
@@ -43,7 +45,7 @@ class Pipeline:
         return key if key in comms and len(comms[key]["ranks"]) > 1 else ""
 
     def unsupported(self, parameters: Mapping[str, Any]) -> Iterator[str]:
-        """Yields the name of a parameter that other stages have under the same name, with other values."""
+        """Yields a phrase for an error if other stages have a parameter under the same name with other values."""
         for name in parameters:
             key = self.tied(name)
             if key and name.removeprefix(f"{_TIED}{key}.") not in self._module.tied_comms[key]["weight_attr"]:
@@ -52,10 +54,3 @@ class Pipeline:
                     "values"
                 )
                 return
-
-
-def is_pipeline(module: Any) -> bool:
-    """Returns whether a module is a ``PipelineModule``."""
-    return any(
-        base.__name__ == "PipelineModule" and base.__module__.startswith("deepspeed.") for base in type(module).__mro__
-    )

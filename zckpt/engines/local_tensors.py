@@ -1,4 +1,4 @@
-"""Where the elements lie that one rank holds of a parameter, and which other ranks hold the same ones."""
+"""Which elements a rank holds of each parameter, and which other ranks hold the same ones."""
 
 from __future__ import annotations
 
@@ -18,40 +18,39 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
-    """What this rank holds of one parameter.
+class LocalTensor:
+    """What this rank holds of one parameter, before it is partitioned.
 
-    The parameter may be divided between ranks in two steps. First, it is cut into *local tensors*, as tensor
-    parallelism does. Then a local tensor, which several ranks may hold, may be cut into partitions for these ranks, as
-    ZeRO does.
+    A parameter may be divided between ranks in two steps. First, it is cut into *local tensors*, as tensor parallelism
+    does. Then a local tensor, which several ranks may hold, may be cut into partitions for these ranks, as ZeRO does.
     """
 
     span: Span
     """The elements of the local tensor, in the order in which they lie in it."""
     owners: RankGroup
-    """The ranks that hold this local tensor, or partitions of it. In a restore, each of them reads a share of it."""
+    """The ranks that hold this local tensor, or partitions of it, and read a share of it in a restore. Other groups of
+    owners may hold the same elements."""
     replicated: str = ""
     """As in ``Fragment``, if this rank holds the whole local tensor."""
     partition_replicated: str = ""
     """As in ``Fragment``, if this rank holds only one partition: the label is empty if no rank other than the owners
     holds any of these elements."""
     writes_partition: bool = True
-    """Whether this rank writes its partition, even if the partitions of other owners of the same elements have other
-    borders. Of several groups of owners that hold the same elements, only one does."""
-    everywhere: bool = True
-    """Whether all ranks of the engine are owners of the same elements."""
-    alike: bool = True
-    """Whether the local tensors of all ranks have the same number of elements."""
+    """Whether this rank writes its partition. Several groups of owners may hold the same elements in partitions with
+    other borders; then only one group writes them."""
+    same_borders: bool = True
+    """Whether all groups of owners cut this local tensor, or that which they have in its place, into partitions with
+    the same borders. If not, the partitions of replicas cannot be compared."""
 
 
-def other_owners(
-    partitioned: Iterable[tuple[str, ProcessGroup | None]], placements: Mapping[str, Placement]
+def owner_mismatch(
+    partitioned: Iterable[tuple[str, ProcessGroup | None]], local_tensors: Mapping[str, LocalTensor]
 ) -> Iterator[str]:
     """Yields a phrase for an error if a parameter is partitioned over other ranks than its owners, or in another order.
     ``partitioned``: names of parameters, and the process group over which each is partitioned."""
     ranks_of_group = cache(ranks_of)
     for name, handle in partitioned:
-        ranks, owners = ranks_of_group(handle), placements[name].owners.ranks
+        ranks, owners = ranks_of_group(handle), local_tensors[name].owners.ranks
         if ranks != owners:
             yield f"{name}, which is partitioned over ranks {list(ranks)}, and not over ranks {list(owners)}"
             return

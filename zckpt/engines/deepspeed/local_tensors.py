@@ -1,0 +1,168 @@
+"""How the parameters of a DeepSpeed engine are divided between ranks, before ZeRO partitions them.
+
+Tensor parallelism cuts one dimension of some parameters. DeepSpeed's own (AutoTP) says of each parameter how, by a map
+that has the elements of each rank as strided pieces of the whole parameter and of the local tensor. This file has all
+code that uses it. Megatron's way, with an object ``mpu`` that knows the ranks, has three attributes on each parameter
+that is cut: ``tensor_model_parallel`` (older: ``model_parallel``, which DeepSpeed reads too), ``partition_dim`` and
+``partition_stride``. With a stride of n, the dimension is n equal parts one after another, such as the gate and the up
+projection of an MLP, and each of them is cut.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+from zckpt.engines.deepspeed.experts import divided_by_autoep, process_group_of_expert
+from zckpt.engines.deepspeed.group import process_group_of_owners
+from zckpt.engines.group import RankGroup, rank_group_of
+from zckpt.engines.local_tensors import LocalTensor
+from zckpt.geometry import all_of, section_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from zckpt.engines.deepspeed.experts import Cut
+    from zckpt.engines.deepspeed.pipeline_stage import PipelineStage
+    from zckpt.geometry import Span
+
+_MAP = "ds_autotp_universal_checkpoint_meta"
+"""The attribute in which AutoTP describes how it has cut a parameter."""
+
+
+def local_tensors_of(
+    engine: Any, parameters: Mapping[str, Any], shapes: Mapping[int, Sequence[int]], stage: PipelineStage
+) -> dict[str, LocalTensor]:
+    """Returns the local tensors of all parameters of an engine. ``shapes``: what ``Kind.shapes`` has returned. Raises
+    ValueError, with a phrase for an error, if it cannot be told how a parameter is cut."""
+    owners, tensor_ranks = rank_group_of(process_group_of_owners(engine)), tensor_parallel_ranks(engine)
+    for reason in stage.unsupported(parameters):
+        raise ValueError(reason)
+    # A stage of a pipeline may have no layer that is cut.
+    if tensor_ranks.size > 1 and not stage.divided and not any(map(_is_cut, parameters.values())):
+        raise ValueError(
+            f"tensor parallelism over {tensor_ranks.size} ranks, of which no parameter tells how it is cut (by the "
+            "attributes tensor_model_parallel, partition_dim and partition_stride)"
+        )
+    local_tensors, group_of = {}, cache(rank_group_of)
+    for name, parameter in parameters.items():
+        shape = tuple(shapes.get(id(parameter), parameter.shape))
+        expert_group, by_autoep = process_group_of_expert(engine, parameter), divided_by_autoep(parameter)
+        if by_autoep is not None or expert_group is not None:
+            own = owners if expert_group is None else group_of(expert_group)
+            cut, number = (None, 0) if by_autoep is None else by_autoep
+            span, same_borders = _span_of(name, shape, cut, number)
+            copies = f"experts of ranks {own.ranks}" if own.size > 1 else ""
+            local_tensors[name] = LocalTensor(span, own, copies, same_borders=same_borders)
+            continue
+        cut = _cut_of(name, parameter, shape, tensor_ranks) if tensor_ranks.size > 1 else None
+        span, same_borders = _span_of(name, shape, cut, tensor_ranks.rank)
+        tied = stage.tied(name)
+        copies = f"tied {tied}" if tied else "owners" if owners.size > 1 else ""
+        beyond = copies if tied else ""
+        if tensor_ranks.size > 1 and cut is None:
+            beyond = f"every rank {copies}"
+        local_tensors[name] = LocalTensor(
+            span,
+            owners,
+            replicated=beyond or copies,
+            partition_replicated=beyond,
+            # Of the stages that have a copy of a module, the first one writes it.
+            writes_partition=not getattr(parameter, "ds_pipe_replicated", False)
+            and (cut is not None or tensor_ranks.rank == 0),
+            same_borders=same_borders and not tied,
+        )
+    return local_tensors
+
+
+def _span_of(name: str, shape: tuple[int, ...], cut: Cut | None, number: int) -> tuple[Span, bool]:
+    """Returns the elements of a local tensor of this shape, and whether the local tensors of all ranks have the same
+    number of elements. ``cut``: how the parameter is cut, or None if the local tensor is all of it. ``number``: that of
+    this rank among those over which it is cut."""
+    if cut is None:
+        return all_of(shape), True
+    whole, dim, sections = cut
+    span = section_of(whole, dim, sections, number)
+    if span.numel != math.prod(shape):
+        raise ValueError(f"{name}, whose shape {list(shape)} is not the one that its cut gives to this rank")
+    return span, len({sum(count for _, count in section) for section in sections}) == 1
+
+
+def tensor_parallel_ranks(engine: Any) -> RankGroup:
+    """Returns the ranks that have the other local tensors of the same parameters. Without tensor parallelism, it is
+    this rank alone."""
+    if getattr(engine, "mp_world_size", 1) > 1:
+        # The model-parallel group of a pipeline has the ranks of all stages.
+        methods = ("get_tensor_model_parallel_group", "get_slice_parallel_group", "get_model_parallel_group")
+        for method in methods:
+            if hasattr(engine.mpu, method):
+                return rank_group_of(getattr(engine.mpu, method)())
+    return RankGroup(None, 0, (0,))
+
+
+def _is_cut(parameter: Any) -> bool:
+    return hasattr(parameter, _MAP) or _is_parallel(parameter)
+
+
+def _is_parallel(parameter: Any) -> bool:
+    return bool(getattr(parameter, "tensor_model_parallel", False) or getattr(parameter, "model_parallel", False))
+
+
+def _cut_of(name: str, parameter: Any, shape: tuple[int, ...], ranks: RankGroup) -> Cut | None:
+    """Returns how a parameter is cut, or None if each of ``ranks`` holds all of it. ``shape``: that of the local
+    tensor."""
+    described = getattr(parameter, _MAP, None)
+    if described is None:
+        return _cut_evenly(name, parameter, shape, ranks.size) if _is_parallel(parameter) else None
+    conversion = described["conversion"]
+    reason, cut_map = conversion.get("unsupported_reason"), conversion.get("affine_map")
+    if reason is None and cut_map is None and not described["replicated"]:
+        reason = "DeepSpeed does not describe how it is cut"
+    pieces = [piece for shard in (cut_map or {"ranks": {}})["ranks"].values() for piece in shard["pieces"]]
+    if reason is None and any(piece.get("scale", 1.0) != 1.0 for piece in pieces):
+        reason = "its values are scaled by the number of ranks"
+    if reason is not None:
+        raise ValueError(f"{name}, which AutoTP has cut: {reason}")
+    if described["replicated"]:
+        return None
+    return _cut_by_map(name, tuple(described["original_shape"]), int(described["partition_dim"]), cut_map)
+
+
+def _cut_evenly(name: str, parameter: Any, shape: tuple[int, ...], ranks: int) -> Cut:
+    dim, parts = int(getattr(parameter, "partition_dim", 0)), int(getattr(parameter, "partition_stride", 1))
+    if not (0 <= dim < len(shape) and parts > 0 and shape[dim] % parts == 0):
+        raise ValueError(f"{name}, whose partition_dim {dim} or partition_stride {parts} does not fit {list(shape)}")
+    width = shape[dim] // parts
+    sections = [tuple((part * width * ranks + rank * width, width) for part in range(parts)) for rank in range(ranks)]
+    return (*shape[:dim], shape[dim] * ranks, *shape[dim + 1 :]), dim, sections
+
+
+def _cut_by_map(name: str, shape: tuple[int, ...], dim: int, cut_map: Mapping[str, Any]) -> Cut:
+    """Returns the cut that a map of AutoTP describes. ``shape``: that of the whole parameter. In the map, the parameter
+    may have a shape with more dimensions, of which ``dim`` is the one that is cut. Each piece in the map has the
+    strides of that shape, and all indices of the other dimensions."""
+    logical = tuple(cut_map["logical_shape"])
+    inner, same = math.prod(logical[dim + 1 :]), shape == logical
+    fits = same or (math.prod(shape[1:]) == inner and math.prod(shape) == math.prod(logical))
+    # If the first dimension of the parameter is several dimensions of the map, each index of those before ``dim`` has
+    # its own pieces.
+    dim_of_shape, repeats = (dim, 1) if same else (0, math.prod(logical[:dim]))
+    strides = tuple(math.prod(logical[at + 1 :]) for at in range(len(logical)))
+    sections = []
+    for _, shard in sorted(cut_map["ranks"].items()):
+        pieces = sorted(shard["pieces"], key=lambda piece: piece["dest"][0])
+        for piece in pieces:
+            others = [piece["shape"][at] == size for at, size in enumerate(logical) if at != dim]
+            fits &= all(others) and tuple(piece["source"][1]) == strides
+            fits &= piece["source"][0] % inner == 0 and len(piece["locations"]) == 1
+        intervals = [(piece["source"][0] // inner, piece["shape"][dim]) for piece in pieces]
+        sections.append(
+            tuple((repeat * logical[dim] + first, count) for repeat in range(repeats) for first, count in intervals)
+        )
+    indices = sorted(interval for section in sections for interval in section if interval[1])
+    ends = list(accumulate((count for _, count in indices), initial=0))
+    if not fits or [*(first for first, _ in indices), shape[dim_of_shape]] != ends:
+        raise ValueError(f"{name}, which AutoTP has cut into pieces that are no sections of one dimension")
+    return shape, dim_of_shape, sections
