@@ -81,7 +81,15 @@ class FolderPlan:
                 file=self.checkpoint.path,
                 hint="restore it into an engine and write that with zckpt.write, or export the weights",
             )
-        return Setup.of(engine["deepspeed"])
+        setup = Setup.of(engine["deepspeed"])
+        if setup.divided:
+            raise UnsupportedError(
+                "the state of an engine with experts or pipeline stages on several ranks cannot become a folder in "
+                "DeepSpeed's format",
+                file=self.checkpoint.path,
+                hint="restore it into such an engine and save that with DeepSpeed's own engine.save_checkpoint",
+            )
+        return setup
 
     @cached_property
     def setup(self) -> Setup:
@@ -129,6 +137,8 @@ class FolderPlan:
                 "the running products that DeepSpeed's Adam for the CPU keeps in C++: DeepSpeed computes them again, "
                 "so its updates on the CPU may differ in the last bit from those of a run that never stopped"
             )
+        if self._engine.get("data_sampler") is not None:
+            phrases.append("the state of the curriculum's sampler")
         if any(file.tier is Tier.NVME for file in checkpoint.manifest.files):
             phrases.append(
                 "the offload to NVMe: DeepSpeed loads no such engine right; load the folder with the optimizer on the "

@@ -101,7 +101,9 @@ class DeepSpeedAdapter(ModuleAdapter):
     def state(self) -> dict[str, Any]:
         trees: dict[str, Any] = {
             "counters": {name: int(getattr(self.engine, name)) for name in COUNTERS},
-            "deepspeed": setup_of(self.engine, self.parameters[0], self._groups()).tree(),
+            "deepspeed": setup_of(
+                self.engine, self.parameters[0], self._groups(), divided=self.names_differ
+            ).tree(),
             **self.tree_of_extra_state(),
         }
         sampler = data_sampler.sampler_of(self.engine)

@@ -3,7 +3,7 @@ for ``zckpt.convert``, which makes DeepSpeed's files from a checkpoint, and a ch
 
     {"stage": 3, "dtype": "bfloat16", "grad_accum_dtype": "bfloat16", "gradient_clipping": 1.0,
      "sub_group_size": 1000000000, "round_robin_gradients": False, "parameter_alignment": False, "cpu_offload": False,
-     "other_dtypes": {"norm.weight": "float32"}, "groups": None}
+     "other_dtypes": {"norm.weight": "float32"}, "groups": None, "divided": False}
 """
 
 from __future__ import annotations
@@ -51,6 +51,9 @@ class Setup:
     """The names of all parameters of each param group, including frozen ones. It is None unless the optimizer may have
     frozen parameters in its groups. That is possible only at stage 0 without separate master weights."""
 
+    divided: bool = False
+    """Whether the engine had experts or pipeline stages on several ranks. Then the names above are those of rank 0."""
+
     @property
     def bf16_optimizer(self) -> bool:
         """Whether DeepSpeed's wrapper of the optimizer is ``BF16_Optimizer``, which neither reorders nor aligns
@@ -93,8 +96,10 @@ class Setup:
         return setup
 
 
-def setup_of(engine: Any, parameters: Mapping[str, torch.nn.Parameter], groups: list[list[str]] | None) -> Setup:
-    """Returns the settings of a live engine. ``groups``: the value of ``Setup.groups``."""
+def setup_of(
+    engine: Any, parameters: Mapping[str, torch.nn.Parameter], groups: list[list[str]] | None, *, divided: bool
+) -> Setup:
+    """Returns the settings of a live engine. ``groups`` and ``divided``: the values of these fields of ``Setup``."""
     zero = engine._config.zero_config
     dtype, grad_accum_dtype = engine.get_data_types()
     return Setup(
@@ -108,4 +113,5 @@ def setup_of(engine: Any, parameters: Mapping[str, torch.nn.Parameter], groups: 
         cpu_offload=bool(engine.zero_cpu_offload()),
         other_dtypes={name: torch_name(p.dtype) for name, p in parameters.items() if p.dtype != dtype},
         groups=groups,
+        divided=divided,
     )
