@@ -115,7 +115,9 @@ def refuse(path: str) -> None:
     train(engine, 1)
     if torch.distributed.get_rank():
         engine.module.tied_modules["embed"].weight.data[-1, -1] += 1
-    with pytest.raises(zckpt.RankError, match="the engine of rank 1 is not that of rank 0: its weights are others, such as tied"):
+    with pytest.raises(
+        zckpt.RankError, match="the engine of rank 1 is not that of rank 0: its weights are others, such as tied"
+    ):
         zckpt.write(engine, path)
     with pytest.raises(zckpt.UnsupportedError, match=r"tied_modules\.embed\.bias, which is not in tied_weight_attr"):
         zckpt.write(make(2, 1, bias=True), path)

@@ -14,8 +14,8 @@ from zckpt.engines.contract import Use
 from zckpt.engines.deepspeed import data_sampler, refuse, scaler
 from zckpt.engines.deepspeed.experts import MoeExperts
 from zckpt.engines.deepspeed.group import group_of_engine, process_group
-from zckpt.engines.deepspeed.pipeline_stage import PipelineStage
 from zckpt.engines.deepspeed.local_tensors import local_tensors_of
+from zckpt.engines.deepspeed.pipeline_stage import PipelineStage
 from zckpt.engines.deepspeed.restoring import DeepSpeedRestoring, rng_tracker
 from zckpt.engines.deepspeed.setup import setup_of
 from zckpt.engines.deepspeed.wrapper import kind_of
@@ -101,9 +101,7 @@ class DeepSpeedAdapter(ModuleAdapter):
     def state(self) -> dict[str, Any]:
         trees: dict[str, Any] = {
             "counters": {name: int(getattr(self.engine, name)) for name in COUNTERS},
-            "deepspeed": setup_of(
-                self.engine, self.parameters[0], self._groups(), divided=self.names_differ
-            ).tree(),
+            "deepspeed": setup_of(self.engine, self.parameters[0], self._groups(), divided=self.names_differ).tree(),
             **self.tree_of_extra_state(),
         }
         sampler = data_sampler.sampler_of(self.engine)
