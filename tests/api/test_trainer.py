@@ -109,6 +109,13 @@ def test_a_resumed_run_saves_full_checkpoints_at_the_same_steps(cluster: Cluster
     assert_losses_equal(directory, through)
 
 
+def test_the_last_checkpoint_is_full_although_a_save_is_under_way(cluster: Cluster, tmp_path: Path) -> None:
+    """The save of step 12 ends, and is counted as a full one, after Trainer has begun that of step 13."""
+    run(cluster, tmp_path / "run", {"full_every": 3, "background": True}, {}, write_seconds=0.02)
+    kinds = {step: kind_of(str(tmp_path / "run" / f"checkpoint-{step}")) for step in folders(tmp_path / "run")}
+    assert [step for step, kind in kinds.items() if kind is Kind.FULL] == [3, 12, 13]
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize("stage", [2, 3])
 def test_save_only_model(cluster: Cluster, tmp_path: Path, stage: int) -> None:

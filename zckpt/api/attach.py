@@ -413,7 +413,7 @@ def _load_checkpoint(
 ) -> tuple[Any, Any]:
     ranks = Ranks(group_of(engine), call=_LOAD.call)
     wait_for(ranks)  # A write in the background may be about to change `latest`.
-    saves.have_next_full()
+    saves.begin_anew()
     universal = engine.load_universal_checkpoint()
     run = ranks.together(lambda: open_store(load_dir), "find the checkpoint")
     found_tag, in_deepspeed_format = ranks.first(lambda: _find(run, tag, universal), "find the checkpoint")

@@ -29,18 +29,26 @@ class Saves:
         self._numbers: dict[str, int] = {}
         """The number of the last save to each directory. A full save has the number 0. The next save is full if there
         is none."""
+        self._next_is_full = False
         self._last: tuple[str, int] | None = None
         """The path and the step of the last save."""
         setattr(engine, _SAVES, self)
 
     def have_next_full(self) -> None:
-        """Makes the next save a full one, whatever the count is."""
+        """Makes the next save a full one, whatever the count is, also if the save before it is still under way."""
+        self._next_is_full = True
+
+    def begin_anew(self) -> None:
+        """Makes the next save to each directory a full one. No save may be under way."""
         self._numbers.clear()
 
     def begin(self, directory: StrPath, path: str, step: int) -> int:
         """Returns the number of the save that begins. If this save fails, ``end`` is not called, and then the next save
         is a full one. ``directory``: the directory of the run. ``path``: that of the checkpoint."""
         number = self._numbers.pop(_series(directory), None)
+        if self._next_is_full:
+            self._next_is_full = False
+            return 0
         if number is None or (path, step) == self._last:  # with ZeRO-3, Trainer saves each checkpoint twice
             return number or 0
         return (number + 1) % self._full_every
