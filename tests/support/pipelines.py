@@ -94,6 +94,7 @@ def make(
     seed: int = 0,
     dtype: str = "fp32",
     bias: bool = False,
+    short: bool = False,
     **config: Any,
 ) -> Any:
     """Returns an engine.
@@ -107,6 +108,7 @@ def make(
         seed: the seed of the weights.
         dtype: "fp32" or "bf16".
         bias: whether the shared module has a parameter that is not tied.
+        short: whether there is only one block, so that the second stage has only the shared module.
         config: more settings of DeepSpeed's configuration.
     """
     topology, sliced = None, []
@@ -122,6 +124,8 @@ def make(
         LayerSpec(Block), LayerSpec(Block), *sliced, *mixed,
         TiedLayerSpec("embed", Embedding, forward_fn=head, **tied),
     ]  # fmt: skip
+    if short:
+        layers = [layers[0], layers[1], torch.tanh, layers[-1]]
     torch.manual_seed(seed)
     division = {"num_stages": stages} if topology is None else {"topology": topology}
     model: Any = PipelineModule(layers=layers, **division, loss_fn=loss_of, partition_method="uniform")

@@ -164,16 +164,20 @@ def make(
     stage: int,
     *,
     way: str = "autotp",
+    frozen: bool = False,
     seed: int = 0,
     dtype: str = "fp32",
     offload: bool = False,
     **config: Any,
 ) -> Any:
     """Returns an engine. ``tp``: the number of ranks over which each layer is cut. ``way``: "autotp", or "mpu" or
-    "strided" for the way of Megatron."""
+    "strided" for the way of Megatron. ``frozen``: whether parameters are frozen that are not cut."""
     mpu = Mpu(tp, strided=way == "strided") if tp > 1 and way != "autotp" else None
     torch.manual_seed(seed)
     model = Blocks() if way == "autotp" else Megatron(mpu)
+    if frozen:
+        model.norm.requires_grad_(False)
+        model.head.requires_grad_(False)
     zero: dict[str, Any] = {"stage": stage, "stage3_param_persistence_threshold": 20, "sub_group_size": 200}
     if offload:
         zero["offload_optimizer"] = {"device": "cpu"}

@@ -293,6 +293,6 @@ class ModuleAdapter(EngineAdapter):
             if why := not_plain(buffer):
                 raise UnsupportedError(f"{BUFFER}/{name} {why}")
             data = buffer.detach().resolve_conj().resolve_neg().contiguous().view(-1)
-            if data.numel() or empty or rank == 0:
+            if data.numel() or empty or rank == 0 or self.names_differ:
                 dtype = dtype_name(data.dtype, f"{BUFFER}/{name}")
                 yield Fragment(BUFFER, name, dtype, all_of(buffer.shape), copy=rank, data=data)

@@ -173,9 +173,19 @@ def joined(trees: Sequence[dict[str, Any]], *, leave_out: bool) -> dict[str, Any
                 if name not in of_name:
                     of_name[name] = whole
                     whole["params"].append(name)
-                elif of_name[name] is not whole and not leave_out:
+                elif of_name[name] is not whole and not (leave_out or _counted_elsewhere(first, of_name[name], entry)):
                     raise StateError(f"optimizer: rank {rank} has other values for {name}", key=name, rank=rank)
     return {**first, "param_groups": groups, "states": [entry for entry in states if entry["params"]]}
+
+
+def _counted_elsewhere(tree: Mapping[str, Any], one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Returns whether two entries of ``states`` differ only because a class in ``COUNTING_TOGETHER`` counts the steps
+    in another parameter."""
+    without_step = [
+        {**entry, "values": {key: value for key, value in entry["values"].items() if key != "step"}}
+        for entry in (one, other)
+    ]
+    return tree["class"] in COUNTING_TOGETHER and _same_state(*without_step)
 
 
 def capture_bound(optimizer: Any, flats: Sequence[FlatBuffer]) -> list[dict[str, Any]]:

@@ -12,6 +12,7 @@ import numpy as np
 from zckpt.engines import adapt
 from zckpt.engines.hugging_face import write_config
 from zckpt.engines.peft import adapter_configs
+from zckpt.errors import UnsupportedError
 from zckpt.exporting.plan import SourceTensor
 from zckpt.offloading.away import away, where_it_is
 from zckpt.plan.reshard import StoredPieces
@@ -53,6 +54,11 @@ class EngineSource:
             if out is not None:
                 out.refuse_lost("zckpt.export")
             adapter.refuse_unsupported(drop_gradients=True)
+            if adapter.names_differ:
+                raise UnsupportedError(
+                    "the ranks of this engine have different tensors (experts or pipeline stages)",
+                    hint="write a checkpoint with zckpt.write, and export that",
+                )
             synchronize(adapter.devices)
             inventory = adapter.inventory((PARAM, BUFFER) if dtype is None else None)
             fragments = [f for f in inventory.fragments if f.part in WEIGHT_PARTS and f.copy == 0]

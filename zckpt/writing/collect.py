@@ -113,19 +113,37 @@ def pack_tree(
 ) -> bytes:
     """Returns a tree in packed form. The tensors and arrays in it are added to ``fragments``, and what is not kept as
     it is to ``changes``. ``leave_out``: whether what cannot be kept is left out. If not, it raises StateError."""
-    first, changes, replaced = len(fragments), changes or Changes(), dict[str, str]()
+    first = len(fragments)
 
     def keep(tensor: torch.Tensor) -> str:
         name = f"tree/{rank}/{len(fragments)}"
         fragments.append(_state_fragment(name, tensor))
         return name
 
+    def forget() -> None:
+        del fragments[first:]
+
+    return packed_tree(value, path, keep, changes or Changes(), forget, leave_out=leave_out)
+
+
+def packed_tree(
+    value: object,
+    path: str,
+    keep: Callable[[torch.Tensor], str],
+    changes: Changes,
+    forget: Callable[[], None] = lambda: None,
+    *,
+    leave_out: bool,
+) -> bytes:
+    """Returns a tree in packed form, as ``pack_tree`` does. ``keep`` stores a tensor and returns its name. ``forget``
+    removes all tensors that were stored for this tree, before it is packed once more."""
+    replaced: dict[str, str] = {}
     try:
         packed = _packed(value, path, keep, replaced)
     except StateError:
         if not leave_out:
             raise
-        del fragments[first:]
+        forget()
         replaced.clear()
         packed = _packed(_sieve(changes).sifted(value, path), path, keep, replaced)
     changes.replaced.update(replaced)

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import msgpack
+import numpy as np
 import torch
 
 from zckpt.engines import optimizer
@@ -13,29 +14,27 @@ from zckpt.format import tree
 from zckpt.state.inventory import EXTRA_STATE
 from zckpt.transfer.memory import host_bytes
 from zckpt.transfer.torch_dtypes import DTYPE_NAMES, TORCH_DTYPES
-from zckpt.writing.plain import number
+from zckpt.writing.collect import packed_tree
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from zckpt.writing.collect import Collected
+    from zckpt.writing.collect import Changes, Collected
 
 
-def packed_for_joining(collected: Collected) -> bytes:
-    """Returns, in packed form, what ``joined`` needs of each rank. Raises StateError for a value that cannot be
-    kept."""
+def packed_for_joining(collected: Collected, changes: Changes, *, leave_out: bool) -> bytes:
+    """Returns, in packed form, what ``joined`` needs of each rank. ``leave_out``: whether values that cannot be kept
+    are left out, and added to ``changes``. If not, it raises StateError."""
     tensors: list[tuple[str, list[int], bytes]] = []
 
-    def put(path: str, leaf: object) -> tuple[int, str] | tree.Plain | None:
-        if not isinstance(leaf, torch.Tensor):
-            return number(leaf)
-        data = leaf.detach().cpu().contiguous()
-        tensors.append((DTYPE_NAMES[leaf.dtype], list(leaf.shape), bytes(host_bytes(data))))
-        return tree.TENSOR, str(len(tensors) - 1)
+    def keep(tensor: torch.Tensor) -> str:
+        data = tensor.detach().cpu().contiguous()
+        tensors.append((DTYPE_NAMES[tensor.dtype], list(tensor.shape), bytes(host_bytes(data))))
+        return str(len(tensors) - 1)
 
     trees = {name: collected.state[name] for name in ("optimizer", EXTRA_STATE) if name in collected.state}
-    packed = tree.pack([trees, dict(collected.aliases)], "", put)
-    raw: bytes = msgpack.packb([packed, tensors])
+    packed = packed_tree({"engine": trees}, "", keep, changes, leave_out=leave_out)
+    raw: bytes = msgpack.packb([packed, dict(collected.aliases), tensors])
     return raw
 
 
@@ -54,11 +53,13 @@ def joined(
     return whole | ({EXTRA_STATE: extra} if extra else {}), aliases
 
 
-def _unpacked(raw: bytes) -> Any:
-    packed, tensors = msgpack.unpackb(raw)
+def _unpacked(raw: bytes) -> tuple[Any, Any]:
+    packed, aliases, tensors = msgpack.unpackb(raw)
 
-    def get(kind: int, name: str) -> torch.Tensor:
+    def get(kind: int, name: str) -> object:
         dtype, shape, data = tensors[int(name)]
-        return torch.frombuffer(bytearray(data), dtype=TORCH_DTYPES[dtype]).view(shape)
+        tensor = torch.empty(shape, dtype=TORCH_DTYPES[dtype])
+        host_bytes(tensor)[:] = np.frombuffer(data, np.uint8)
+        return tensor.numpy() if kind == tree.NDARRAY else tensor
 
-    return tree.unpack(packed, get, "the trees of a rank")
+    return tree.unpack(packed, get, "the trees of a rank")["engine"], aliases

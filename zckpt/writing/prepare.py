@@ -153,10 +153,13 @@ class Preparation:
             run_id = run_id_of_next_write(self._engine)
         differ = adapter.names_differ
         scalars = b"" if differ else digest(msgpack.packb(collected.scalars))
+        to_join = b""
+        if differ:
+            to_join = packed_for_joining(collected, self._changes, leave_out=options.leave_out)
         sample = {name: digest(value) for name, value in adapter.sample().items() if value}
         return Facts(
             options.common(self.target), scalars, self._client_digest(), linux.boot_id() or platform.node(),
-            collected.buffers if first or differ else {}, packed_for_joining(collected) if differ else b"",
+            collected.buffers if first or differ else {}, to_join,
             self._lock.save_id if first else "", earlier, history_of(self._engine).run_id, run_id, sample,
             [(held.layout, held.values) for held in collected.replicas.values()],
         )  # fmt: skip

@@ -3,6 +3,7 @@ stages."""
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -86,6 +87,36 @@ def restore_bf16(path: str, setup: Setup) -> list[Any]:
     engine = make(**setup, seed=1)
     zckpt.restore(engine, path)
     return [frozen(tensors_of(engine)), train(engine, 2)]
+
+
+def test_a_stage_that_has_only_the_shared_module(cluster: Cluster, tmp_path: Path) -> None:
+    """DeepSpeed's optimizer counts the steps of a param group in its last tensor, which differs between the stages. A
+    buffer without elements is written by the stage that has it."""
+    path, adam = str(tmp_path / "c"), {"type": "AdamW", "params": {"lr": 1e-2}}
+    setup = {"stages": 2, "zero": 0, "short": True, "optimizer": adam}
+    assert cluster.run(write_bf16, 2, path, setup) == cluster.run(restore_bf16, 2, path, setup)
+
+
+class Thing:
+    """A value that no checkpoint can hold."""
+
+
+def save_a_thing(directory: str) -> None:
+    engine = make(2, 1)
+    zckpt.attach(engine)
+    engine.optimizer.optimizer.param_groups[0]["thing"] = Thing()
+    train(engine, 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        engine.save_checkpoint(directory)
+    engine.module.register_parameter("own", torch.nn.Parameter(torch.zeros(2)))
+    with pytest.raises(zckpt.UnsupportedError, match="own, which belongs to no layer"):
+        zckpt.write(engine, f"{directory}/other")
+
+
+def test_what_cannot_be_kept_is_left_out(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.run(save_a_thing, 2, str(tmp_path))
+    assert zckpt.validate(tmp_path / "global_step1").ok
 
 
 @pytest.mark.parametrize("zero", [0, 1])

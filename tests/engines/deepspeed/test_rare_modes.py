@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
@@ -12,6 +14,7 @@ import zckpt
 from tests.support.models import make_engine, train
 from tests.support.runs import fingerprints_of, settings
 from zckpt.engines import adapt
+from zckpt.engines.deepspeed import data_sampler
 from zckpt.engines.deepspeed.twin_flow import TwinOptimizer
 from zckpt.testing.engine_definition import frozen
 
@@ -135,6 +138,34 @@ def look_at_ratio() -> None:
 
 def test_both_optimizers_have_state(cluster: Cluster) -> None:
     cluster.run(look_at_ratio, 1)
+
+
+CLUSTER = {"name": "cluster_x2", "position": 1, "samples": np.arange(4)}
+SAMPLER: dict[str, Any] = {
+    "batch": np.arange(3), "consumed_samples": 4, "curriculum_step": 1, "current_difficulties": {"x": 2},
+    "clusters": [CLUSTER], "rng": json.dumps(np.random.default_rng(0).bit_generator.state),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"clusters": None}, {"clusters": [3]}, {"clusters": [CLUSTER, CLUSTER]}, {"rng": "[" * 9999}, {"rng": 3},
+        {"rng": SAMPLER["rng"].replace('"has_uint32": 0', f'"has_uint32": {2**70}')}, {"batch": np.zeros(3)},
+        {"consumed_samples": -1}, {"current_difficulties": None},
+        *(
+            {"clusters": [{**CLUSTER, **change}]}
+            for change in (
+                {"name": "../x"}, {"name": "cluster/../x"}, {"name": "cluster" * 50}, {"name": "cluster\n"},
+                {"position": 5}, {"position": -1}, {"samples": np.zeros(0, int)}, {"samples": np.zeros((2, 2), int)},
+            )
+        ),
+    ],
+)  # fmt: skip
+def test_a_state_that_no_sampler_has_is_refused(change: dict[str, Any]) -> None:
+    data_sampler.check(SAMPLER)
+    with pytest.raises(zckpt.FormatError, match="data_sampler"):
+        data_sampler.check({**SAMPLER, **change})
 
 
 class Numbers(torch.utils.data.Dataset[torch.Tensor]):

@@ -98,7 +98,8 @@ def check(
 OTHERS: list[Setup] = [
     {"tp": 2, "stage": 0, "dtype": "bf16"}, {"tp": 2, "stage": 3, "dtype": "bf16", "offload": True},
     {"tp": 2, "stage": 1, "dtype": "bf16", "data_types": {"grad_accum_dtype": "fp32"}},
-    {"way": "mpu", "tp": 2, "stage": 2, "dtype": "bf16"},
+    {"way": "mpu", "tp": 2, "stage": 2, "dtype": "bf16", "frozen": True},
+    {"way": "mpu", "tp": 2, "stage": 1, "frozen": True},
 ]  # fmt: skip
 
 
@@ -109,6 +110,18 @@ def test_a_resumed_run_goes_on_bit_for_bit(cluster: Cluster, tmp_path: Path, num
     check_stored(path, written[0][0])
     resumed = cluster.run(restore_whole, 4, path, OTHERS[number], 1)
     assert frozen(resumed) == frozen(written)
+
+
+def write_parts(path: str) -> None:
+    engine = make(2, 1, way="mpu", frozen=True)
+    train(engine, 1)
+    zckpt.write(engine, path, parts=["master", "param"])
+
+
+def test_masters_and_all_weights_are_written(cluster: Cluster, tmp_path: Path) -> None:
+    """At stage 1, a rank has whole weights beside partitions of the master weights."""
+    cluster.run(write_parts, 4, str(tmp_path / "c"))
+    assert zckpt.validate(tmp_path / "c").ok
 
 
 def save_and_load(directory: str, setup: Setup) -> None:

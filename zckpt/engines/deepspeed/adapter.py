@@ -27,6 +27,7 @@ from zckpt.engines.trees import COUNTERS
 from zckpt.engines.unwrapped import Unwrapped
 from zckpt.errors import UnsupportedError
 from zckpt.state.inventory import BUFFER, GRADIENT, PARAM
+from zckpt.transfer.memory import why_no_memory
 from zckpt.transfer.stored import values_digest
 
 if TYPE_CHECKING:
@@ -58,13 +59,13 @@ class DeepSpeedAdapter(ModuleAdapter):
 
     @property
     def names_differ(self) -> bool:
-        return self._experts.divided or self._stage.divided
+        return self.experts.divided or self._stage.divided
 
     def global_name(self, name: str) -> str:
-        return self._experts.global_name(name)
+        return self.experts.global_name(name)
 
     def counterpart(self, name: str) -> str:
-        return "" if self._stage.has_elsewhere(name) else self._experts.counterpart(name)
+        return "" if self._stage.has_elsewhere(name) else self.experts.counterpart(name)
 
     @property
     def description(self) -> dict[str, str]:
@@ -124,7 +125,7 @@ class DeepSpeedAdapter(ModuleAdapter):
             # ZeRO cuts the replicas of a weight into partitions with other borders. A write cannot compare these
             # partitions, so it compares the weights.
             for name, weight in trained.items():
-                if self.local_tensors[name].partition_replicated:
+                if self.local_tensors[name].partition_replicated and why_no_memory(weight) is None:
                     sample[self._elements(name)] = values_digest(weight)
         return sample
 
@@ -167,6 +168,10 @@ class DeepSpeedAdapter(ModuleAdapter):
         yield Use(engine, "zero_grad", {GRADIENT})
         for method in ("step", "offload_states", "reload_states"):
             yield Use(engine, method)
+        # All stages of a pipeline call these, before one of them waits for what another one computes.
+        for method in ("train_batch", "eval_batch"):
+            if hasattr(engine, method):
+                yield Use(engine, method)
         for method in ("save_checkpoint", "load_checkpoint"):
             if not isinstance(vars(engine).get(method), partial):  # zckpt.attach replaces both with zckpt's own
                 yield Use(engine, method)
@@ -208,14 +213,15 @@ class DeepSpeedAdapter(ModuleAdapter):
     def local_tensors(self) -> dict[str, LocalTensor]:
         """The local tensors of all parameters. Raises ValueError as ``local_tensors_of`` does."""
         shapes = self._kind_class.shapes(self.engine.optimizer, self.parameters[0])
-        return local_tensors_of(self.engine, self.parameters[0], shapes, self._stage)
+        return local_tensors_of(self.engine, self.parameters[0], shapes, self._stage, self.experts)
 
     @cached_property
     def _stage(self) -> PipelineStage:
         return PipelineStage(self.module)
 
     @cached_property
-    def _experts(self) -> MoeExperts:
+    def experts(self) -> MoeExperts:
+        """The experts that this rank has."""
         return MoeExperts(self.engine, self.module)
 
     def _groups(self) -> list[list[str]] | None:

@@ -16,12 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from zckpt.errors import FormatError
+from zckpt.errors import FormatError, StorageError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _COUNTS = ("consumed_samples", "curriculum_step")
+_NAME_MAX = 200
+"""The longest name of a cluster. Its files have longer names, of which a file system allows 255 bytes."""
 
 
 def sampler_of(engine: Any) -> Any:
@@ -48,28 +50,37 @@ def capture(sampler: Any) -> dict[str, Any]:
 
 def check(tree: Any) -> None:
     """Raises FormatError if a tree is not one that ``capture`` has made."""
-    clusters = tree.get("clusters") if isinstance(tree, dict) else None
+    clusters: Any = tree.get("clusters") if isinstance(tree, dict) else None
     valid = isinstance(clusters, list) and all(map(_is_cluster, clusters))
-    valid = valid and isinstance(tree.get("batch"), np.ndarray) and isinstance(tree.get("current_difficulties"), dict)
-    if not valid or not all(type(tree.get(name)) is int for name in _COUNTS) or not isinstance(tree.get("rng"), str):
+    valid = valid and len({cluster["name"] for cluster in clusters}) == len(clusters)
+    valid = valid and _is_list_of_ints(tree.get("batch")) and isinstance(tree.get("current_difficulties"), dict)
+    if not valid or not all(type(tree.get(name)) is int and tree[name] >= 0 for name in _COUNTS):
         raise FormatError("state: data_sampler is not the state of a curriculum's sampler")
+    try:
+        np.random.default_rng().bit_generator.state = json.loads(tree["rng"])
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
+        raise FormatError("state: data_sampler.rng is not the state of a random number generator") from error
 
 
 def _is_cluster(cluster: Any) -> bool:
     if not (isinstance(cluster, dict) and isinstance(cluster.get("samples"), np.ndarray)):
         return False
-    name, position, samples = cluster.get("name"), cluster.get("position"), cluster["samples"]
+    name, samples = cluster.get("name"), cluster["samples"]
+    position: Any = cluster.get("position", -1)
     # The name becomes that of a file.
-    named = isinstance(name, str) and name.startswith("cluster") and not {"/", "\0"} & {*name}
-    return named and samples.dtype.kind in "iu" and samples.ndim == 1 and type(position) is int and position >= 0
+    named = isinstance(name, str) and name.startswith("cluster") and name.isprintable() and "/" not in name
+    counted = _is_list_of_ints(samples) and type(position) is int and 0 <= position <= samples.size > 0
+    return named and len(name) <= _NAME_MAX and counted
+
+
+def _is_list_of_ints(value: Any) -> bool:
+    return isinstance(value, np.ndarray) and value.dtype.kind in "iu" and value.ndim == 1
 
 
 def restore(tree: Mapping[str, Any], sampler: Any) -> None:
-    """Sets the state of a sampler. On rank 0, writes the files of its clusters anew. Raises FormatError."""
-    try:
-        sampler.np_rng.bit_generator.state = json.loads(tree["rng"])
-    except (ValueError, TypeError, KeyError) as error:
-        raise FormatError("state: data_sampler.rng is not the state of its random number generator") from error
+    """Sets the state of a sampler to that of a tree that ``check`` has checked. On rank 0, writes the files of its
+    clusters anew. Raises StorageError."""
+    sampler.np_rng.bit_generator.state = json.loads(tree["rng"])
     sampler.batch = tree["batch"].tolist()
     for name in _COUNTS:
         setattr(sampler, name, tree[name])
@@ -81,10 +92,13 @@ def restore(tree: Mapping[str, Any], sampler: Any) -> None:
     directory = sampler.data_efficiency_config["data_sampling"]["curriculum_learning"]["data_cluster_path"]
     sampling = sys.modules[type(sampler).__module__]
     sampler.data_clusters, sampler.data_cluster_sizes = [], []
-    for cluster in tree["clusters"]:
-        path, samples = f"{directory}/{cluster['name']}", cluster["samples"]
-        builder = sampling.create_mmap_dataset_builder(path, sampler.index_dtype)
-        builder.add_item_numpy(samples.astype(sampler.index_dtype))
-        sampling.close_mmap_dataset_builder(builder, path)
-        sampler.data_clusters.append(sampling.MMapIndexedDataset(path, skip_warmup=True))
-        sampler.data_cluster_sizes.append(len(samples))
+    try:
+        for cluster in tree["clusters"]:
+            path, samples = f"{directory}/{cluster['name']}", cluster["samples"]
+            builder = sampling.create_mmap_dataset_builder(path, sampler.index_dtype)
+            builder.add_item_numpy(samples.astype(sampler.index_dtype))
+            sampling.close_mmap_dataset_builder(builder, path)
+            sampler.data_clusters.append(sampling.MMapIndexedDataset(path, skip_warmup=True))
+            sampler.data_cluster_sizes.append(len(samples))
+    except OSError as error:
+        raise StorageError(f"a file of data_cluster_path cannot be written: {error}", file=str(directory)) from error

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from zckpt.engines.deepspeed.classes import is_a
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from torch import nn
     from torch.distributed import ProcessGroup
@@ -46,8 +46,11 @@ class MoeExperts:
     def __init__(self, engine: Any, module: nn.Module) -> None:
         groups = engine.expert_parallel_group or {}
         self._layers: dict[str, _Layer] = {}
+        self._are_cut = False
+        """Whether tensor parallelism may cut experts."""
         for name, layer in module.named_modules():
             if is_a(layer, "MoE"):
+                self._are_cut |= bool(getattr(layer, "enable_expert_tensor_parallelism", False))
                 count = int(layer.num_local_experts)
                 rank = groups[layer.expert_group_name].rank() if layer.expert_group_name in groups else 0
                 prefix = f"{name}.deepspeed_moe.experts.deepspeed_experts.".removeprefix(".")
@@ -57,6 +60,22 @@ class MoeExperts:
     def divided(self) -> bool:
         """Whether other ranks have other experts."""
         return any(layer.here < layer.everywhere for layer in self._layers.values())
+
+    def unsupported(self, parameters: Mapping[str, Any], tensor_ranks: int) -> Iterator[str]:
+        """Yields phrases for errors about experts that cannot be told apart or put together. ``tensor_ranks``: the
+        number of ranks of tensor parallelism."""
+        if self._are_cut and tensor_ranks > 1:
+            yield "experts that tensor parallelism cuts (enable_expert_tensor_parallelism)"
+        for name, parameter in parameters.items():
+            of_expert = not getattr(parameter, "allreduce", True) and not hasattr(parameter, _AUTOEP)
+            if of_expert and self._expert(name)[1] is None:
+                yield f"{name}, which belongs to an expert outside of deepspeed.moe.layer.MoE"
+                return
+
+    def has(self, name: str) -> bool:
+        """Returns whether a tensor belongs to an expert of a layer whose experts are divided."""
+        layer = self._expert(name)[1]
+        return layer is not None and layer.here < layer.everywhere
 
     def global_name(self, name: str) -> str:
         """Returns the name that a parameter or buffer has in a checkpoint. ``name``: its name in the module."""

@@ -24,7 +24,7 @@ from zckpt.geometry import all_of, section_of
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from zckpt.engines.deepspeed.experts import Cut
+    from zckpt.engines.deepspeed.experts import Cut, MoeExperts
     from zckpt.engines.deepspeed.pipeline_stage import PipelineStage
     from zckpt.geometry import Span
 
@@ -33,12 +33,16 @@ _MAP = "ds_autotp_universal_checkpoint_meta"
 
 
 def local_tensors_of(
-    engine: Any, parameters: Mapping[str, Any], shapes: Mapping[int, Sequence[int]], stage: PipelineStage
+    engine: Any,
+    parameters: Mapping[str, Any],
+    shapes: Mapping[int, Sequence[int]],
+    stage: PipelineStage,
+    experts: MoeExperts,
 ) -> dict[str, LocalTensor]:
     """Returns the local tensors of all parameters of an engine. ``shapes``: what ``Kind.shapes`` has returned. Raises
     ValueError, with a phrase for an error, if it cannot be told how a parameter is cut."""
     owners, tensor_ranks = rank_group_of(process_group_of_owners(engine)), tensor_parallel_ranks(engine)
-    for reason in stage.unsupported(parameters):
+    for reason in (*stage.unsupported(parameters), *experts.unsupported(parameters, tensor_ranks.size)):
         raise ValueError(reason)
     # A stage of a pipeline may have no layer that is cut.
     if tensor_ranks.size > 1 and not stage.divided and not any(map(_is_cut, parameters.values())):
@@ -54,7 +58,7 @@ def local_tensors_of(
             own = owners if expert_group is None else group_of(expert_group)
             cut, number = (None, 0) if by_autoep is None else by_autoep
             span, same_borders = _span_of(name, shape, cut, number)
-            copies = f"experts of ranks {own.ranks}" if own.size > 1 else ""
+            copies = f"whole experts of ranks {own.ranks}" if own.size > 1 else ""
             local_tensors[name] = LocalTensor(span, own, copies, same_borders=same_borders)
             continue
         cut = _cut_of(name, parameter, shape, tensor_ranks) if tensor_ranks.size > 1 else None
@@ -64,11 +68,12 @@ def local_tensors_of(
         beyond = copies if tied else ""
         if tensor_ranks.size > 1 and cut is None:
             beyond = f"every rank {copies}"
+        # A rank may hold whole local tensors and partitions of others, and other ranks hold other partitions.
         local_tensors[name] = LocalTensor(
             span,
             owners,
-            replicated=beyond or copies,
-            partition_replicated=beyond,
+            replicated=f"whole, {beyond or copies}" if beyond or copies else "",
+            partition_replicated=f"partition, {beyond}" if beyond else "",
             # Of the stages that have a copy of a module, the first one writes it.
             writes_partition=not getattr(parameter, "ds_pipe_replicated", False)
             and (cut is not None or tensor_ranks.rank == 0),

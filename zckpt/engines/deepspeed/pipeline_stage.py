@@ -46,8 +46,11 @@ class PipelineStage:
 
     def unsupported(self, parameters: Mapping[str, Any]) -> Iterator[str]:
         """Yields a phrase for an error if other stages have a parameter under the same name with other values."""
-        for name in parameters:
+        for name in parameters if self.divided else ():
             key = self.tied(name)
+            if not name.startswith(_TIED) and not name.partition(".")[0].isdecimal():
+                yield f"{name}, which belongs to no layer, so that each pipeline stage has its own"
+                return
             if key and name.removeprefix(f"{_TIED}{key}.") not in self._module.tied_comms[key]["weight_attr"]:
                 yield (
                     f"{name}, which is not in tied_weight_attr, so that its copies on other pipeline stages have other "

@@ -127,6 +127,9 @@ def _parameters(engine: Any, adapter: DeepSpeedAdapter) -> Iterator[str]:
             yield str(error)
             return
         yield from kind.unsupported(engine.optimizer, adapter.parameters[0], local_tensors)
+        for name in filter(adapter.experts.has, adapter.extra.tensors):
+            yield f"{name}, which an expert adds to its state_dict: other ranks have the same name for other experts"
+            return
 
 
 def _dtypes(engine: Any) -> Iterator[str]:
