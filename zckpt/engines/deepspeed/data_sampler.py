@@ -70,7 +70,7 @@ def _is_cluster(cluster: Any) -> bool:
     # The name becomes that of a file.
     named = isinstance(name, str) and name.startswith("cluster") and name.isprintable() and "/" not in name
     counted = _is_list_of_ints(samples) and type(position) is int and 0 <= position <= samples.size > 0
-    return named and len(name) <= _NAME_MAX and counted
+    return named and len(str(name)) <= _NAME_MAX and counted
 
 
 def _is_list_of_ints(value: Any) -> bool:
