@@ -220,7 +220,7 @@ class Together(NamedTuple):
     """What was saved for parameters whose steps are counted together in the live optimizer."""
 
     alike: bool
-    """Whether exactly these parameters were counted together when they were saved."""
+    """Whether these parameters were counted together when they were saved, and one of them has counted."""
     entries: Sequence[Mapping[str, Any]]
     """The entries of ``states`` that were saved for any of these parameters."""
 
@@ -348,7 +348,14 @@ class Saved:
         """Returns what was saved for parameters whose steps are counted together now, and whether their steps were
         counted together when they were saved."""
         group = self._group_of.get(names[0])
-        return Together(group is not None and group["params"] == names, self._entries(names, self._counted))
+        # The parameters of one pipeline stage are some of those of a group. They are alike if one of them, the last
+        # one, has counted the steps of the group.
+        last = next((name for name in reversed(names) if name in self._state_of), names[0])
+        alike = group is not None and (
+            group["params"] == names
+            or ({*names} <= {*group["params"]} and self._state_of.get(last) == self._counted.get(last))
+        )
+        return Together(alike, self._entries(names, self._counted))
 
     def state(self, flat: FlatBuffer, together: Together | None) -> tuple[State, list[str]]:
         """Returns what was saved for a flat buffer, and the reasons why it cannot be restored.

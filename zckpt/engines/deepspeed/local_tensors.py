@@ -11,6 +11,7 @@ projection of an MLP, and each of them is cut.
 from __future__ import annotations
 
 import math
+import sys
 from functools import cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -44,8 +45,9 @@ def local_tensors_of(
     owners, tensor_ranks = rank_group_of(process_group_of_owners(engine)), tensor_parallel_ranks(engine)
     for reason in (*stage.unsupported(parameters), *experts.unsupported(parameters, tensor_ranks.size)):
         raise ValueError(reason)
-    # A stage of a pipeline may have no layer that is cut.
-    if tensor_ranks.size > 1 and not stage.divided and not any(map(_is_cut, parameters.values())):
+    # A stage of a pipeline, and a model that AutoTP does not know, may have no layer that is cut.
+    told = tensor_ranks.size == 1 or stage.divided or _autotp_describes(engine)
+    if not told and not any(map(_is_cut, parameters.values())):
         raise ValueError(
             f"tensor parallelism over {tensor_ranks.size} ranks, of which no parameter tells how it is cut (by the "
             "attributes tensor_model_parallel, partition_dim and partition_stride)"
@@ -105,6 +107,13 @@ def tensor_parallel_ranks(engine: Any) -> RankGroup:
             if hasattr(engine.mpu, method):
                 return rank_group_of(getattr(engine.mpu, method)())
     return RankGroup(None, 0, (0,))
+
+
+def _autotp_describes(engine: Any) -> bool:
+    """Returns whether AutoTP has cut the layers of an engine, and describes each parameter that it cuts. Older versions
+    of DeepSpeed have AutoTP without these descriptions."""
+    has_autotp = hasattr(engine, "autotp_size") and engine.autotp_size() > 1
+    return has_autotp and hasattr(sys.modules.get("deepspeed.checkpoint.constants"), "DS_AUTOTP_UC_META")
 
 
 def _is_cut(parameter: Any) -> bool:
