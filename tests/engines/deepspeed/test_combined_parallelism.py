@@ -58,7 +58,12 @@ def restore(path: str, there: str, module: str, options: dict[str, Any]) -> list
     return losses
 
 
-@pytest.mark.parametrize("name", COMBINED)
+AT_EVERY_COMMIT = ("tensor, pipeline and data parallelism, stage 1", "AutoTP and AutoEP")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in AT_EVERY_COMMIT else pytest.param(name, marks=pytest.mark.matrix) for name in COMBINED]
+)
 def test_it_resumes_and_moves_to_another_division_and_back(cluster: Cluster, tmp_path: Path, name: str) -> None:
     (module, options, ranks), (_, other, others) = COMBINED[name]
     paths = [str(tmp_path / name) for name in ("first", "again", "other", "back")]
