@@ -400,12 +400,15 @@ def _check_engines(facts: Sequence[Facts], options: WriteOptions, rank: int) -> 
         differing = next((name for name, value in of_rank.sample.items() if first[name][1] != value), None)
         if not runs_differ and differing is None:
             continue
-        other = first[differing][0] if differing is not None and not runs_differ else 0
+        other = first[differing][0] if differing and not runs_differ else 0
         message = f"the engine of rank {number} is not that of rank {other}"
         if runs_differ or not options.leave_out:
-            others = f"its weights are others{f', such as {differing}' if differing else ''}"
+            said = f"{message}: {'it belongs to another run' if runs_differ else 'its weights are others'}"
+            if differing and not runs_differ:
+                engine = f"the engine of rank {number}"
+                said = f"{engine} is not that of rank {other}: its weights are others, such as {differing}"
             raise RankError(
-                f"{message}: {'it belongs to another run' if runs_differ else others}",
+                said,
                 rank=number,
                 hint="every rank has to write the same engine, and in the same order if there are several; without "
                 "DeepSpeed, the model of every rank has to be wrapped by DistributedDataParallel or fully_shard",
