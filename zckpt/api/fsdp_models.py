@@ -208,7 +208,7 @@ def load_model(
         request = replace(request, parts=[part for part in parts if part in WEIGHT_PARTS])
         saves.weights_from = run, step
     else:
-        saves.have_next_full()
+        saves.begin_anew()
     if what == "optimizer":
         request = replace(request, state=("counters", "optimizer"))
         if weights_from is None or weights_from[0] != run or weights_from[1] == step:

@@ -18,6 +18,8 @@ tree of their rank, and ``"bound": ["factors"]`` in the entry of ``states`` name
 For the classes in ``INTERCHANGEABLE``, ``"decoupled_weight_decay": True`` says whether the optimizer subtracts the
 weight decay from the weights, as AdamW does, or adds it to the gradients. It is missing if there is no weight decay.
 
+``"joined": True`` says that the tree was joined of those of ranks with different parameters.
+
 Muon leaves some parameters to another optimizer inside it, whose class is in ``"inner_class": "FusedAdam"``.
 
 A numpy scalar is kept as the number of Python that equals it. If it has fewer than 64 bits, arithmetic with it is less
@@ -175,7 +177,7 @@ def joined(trees: Sequence[dict[str, Any]], *, leave_out: bool) -> dict[str, Any
                     whole["params"].append(name)
                 elif of_name[name] is not whole and not (leave_out or _counted_elsewhere(first, of_name[name], entry)):
                     raise StateError(f"optimizer: rank {rank} has other values for {name}", key=name, rank=rank)
-    return {**first, "param_groups": groups, "states": [entry for entry in states if entry["params"]]}
+    return {**first, "joined": True, "param_groups": groups, "states": [entry for entry in states if entry["params"]]}
 
 
 def _counted_elsewhere(tree: Mapping[str, Any], one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
@@ -248,6 +250,7 @@ class Saved:
         """The keys of the states that the save has left out. The engine keeps its own values of these."""
         has_no_class = isinstance(tree, Mapping) and tree.get("class", "") is None
         self.optimizer_class = None if has_no_class else _member(tree, "class", str, "optimizer")
+        self._joined = isinstance(tree, Mapping) and tree.get("joined") is True
         self.decouples = tree.get("decoupled_weight_decay") if isinstance(tree, Mapping) else None
         self.is_of_another_class = None not in (self.optimizer_class, live_class) and self.optimizer_class != live_class
         """Whether the state is that of another class in ``INTERCHANGEABLE`` than the live optimizer."""
@@ -353,7 +356,7 @@ class Saved:
         last = next((name for name in reversed(names) if name in self._state_of), names[0])
         alike = group is not None and (
             group["params"] == names
-            or ({*names} <= {*group["params"]} and self._state_of.get(last) == self._counted.get(last))
+            or (self._joined and {*names} <= {*group["params"]} and self._state_of.get(last) == self._counted.get(last))
         )
         return Together(alike, self._entries(names, self._counted))
 

@@ -58,7 +58,7 @@ def _unpacked(raw: bytes) -> tuple[Any, Any]:
 
     def get(kind: int, name: str) -> object:
         dtype, shape, data = tensors[int(name)]
-        tensor = torch.empty(shape, dtype=TORCH_DTYPES[dtype])
+        tensor = torch.empty(shape, dtype=TORCH_DTYPES[dtype], device="cpu")
         host_bytes(tensor)[:] = np.frombuffer(data, np.uint8)
         return tensor.numpy() if kind == tree.NDARRAY else tensor
 
