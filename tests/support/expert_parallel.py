@@ -13,8 +13,9 @@ from deepspeed.moe.layer import MoE
 from torch import nn
 from torch.nn import functional
 
+from tests.support.divided import local_state, of_all_ranks, train_on
 from tests.support.models import ADAMW
-from tests.support.runs import ADAM, link_all, logical
+from tests.support.runs import ADAM
 
 EXPERTS, HIDDEN, VOCAB, BATCH = 4, 6, 8, 8
 NUMBER = re.compile(r"(.*deepspeed_experts\.)(\d+)(\..*)")
@@ -130,35 +131,16 @@ def make(
 
 
 def train(engine: Any, steps: int) -> list[float]:
-    """Takes steps, whose data depend on the number of the step. Returns the losses of this rank."""
-    losses = []
-    for _ in range(steps):
-        generator = torch.Generator().manual_seed(engine.global_steps)
-        data = torch.randint(0, VOCAB, (2, BATCH, 6), generator=generator)
-        group = engine.seq_data_parallel_group
-        x, y = data.chunk(dist.get_world_size(group), 1)[dist.get_rank(group)]
-        loss = engine(x, y)
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
+    return train_on(engine, steps, VOCAB, BATCH)
 
 
 def whole(engine: Any, keys: tuple[str, ...] = ADAM) -> dict[str, torch.Tensor]:
     """Returns the master weights, moments, weights and buffers of all experts and of the rest of the model. Every rank
     calls it."""
-    first = first_expert(engine)
-    if engine.zero_optimization_stage() in (1, 2):
-        link_all(engine)
-    local, parameters = logical(engine, keys), dict(engine.module.named_parameters())
-    for name, parameter in parameters.items():
-        with deepspeed.zero.GatheredParameters([parameter]):
-            local[f"param/{name}"] = parameter.detach().clone()
-    kept = engine.module_state_dict() if engine.zero_optimization_stage() < 3 else {}
-    local |= {f"buffer/{name}": buffer.clone() for name, buffer in engine.module.named_buffers() if name in kept}
+    first, local = first_expert(engine), local_state(engine, keys)
     divided = {
         name: described["local_experts"]
-        for name, parameter in parameters.items()
+        for name, parameter in engine.module.named_parameters()
         if (described := getattr(parameter, "ds_autoep_uc_meta", None)) is not None
     }
     named: dict[str, torch.Tensor] = {}
@@ -168,12 +150,7 @@ def whole(engine: Any, keys: tuple[str, ...] = ADAM) -> dict[str, torch.Tensor]:
             named[global_name(key, first)] = tensor
         else:
             named |= {f"{key}[{expert}]": part for expert, part in zip(experts, tensor, strict=True)}
-    of_ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, named)
-    tensors: dict[str, torch.Tensor] = {}
-    for of_rank in of_ranks:
-        for key, tensor in of_rank.items():
-            assert torch.equal(tensors.setdefault(key, tensor), tensor), key
+    tensors = of_all_ranks(named)
     for key in {key.partition("[")[0] for key in tensors if "[" in key}:
         tensors[key] = torch.stack([tensors.pop(f"{key}[{expert}]") for expert in range(EXPERTS)])
     return dict(sorted(tensors.items()))

@@ -13,8 +13,9 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import nn
 from torch.nn import functional
 
+from tests.support.divided import local_state, of_all_ranks
 from tests.support.models import ADAMW
-from tests.support.runs import ADAM, link_all, logical
+from tests.support.runs import ADAM
 from tests.support.tensor_parallel import CopyIn, SumOut
 
 HIDDEN, VOCAB, BATCH, MICRO_STEPS = 6, 9, 8, 2
@@ -157,23 +158,11 @@ def train(engine: Any, steps: int) -> list[float]:
         data = torch.randint(0, VOCAB, (2, BATCH, 4), generator=generator)
         group = engine.grid.get_data_parallel_group()
         own = data.chunk(dist.get_world_size(group), 1)[dist.get_rank(group)]
-        losses.append(
-            engine.train_batch(data_iter=iter([*zip(*(half.chunk(MICRO_STEPS) for half in own), strict=True)])).item()
-        )
+        micro_batches = zip(*(half.chunk(MICRO_STEPS) for half in own), strict=True)
+        losses.append(engine.train_batch(data_iter=iter([*micro_batches])).item())
     return losses
 
 
 def whole(engine: Any, keys: tuple[str, ...] = ADAM) -> dict[str, torch.Tensor]:
-    """Returns the master weights, moments, weights and buffers of all stages. Every rank calls it."""
-    if engine.zero_optimization_stage():
-        link_all(engine)
-    local = logical(engine, keys)
-    local |= {f"param/{name}": parameter.detach().clone() for name, parameter in engine.module.named_parameters()}
-    local |= {f"buffer/{name}": buffer.clone() for name, buffer in engine.module.named_buffers()}
-    of_ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, local)
-    tensors: dict[str, torch.Tensor] = {}
-    for of_rank in of_ranks:
-        for key, tensor in of_rank.items():
-            assert torch.equal(tensors.setdefault(key, tensor), tensor), key
-    return dict(sorted(tensors.items()))
+    """Returns the tensors of all stages by key, without zckpt. Every rank calls it."""
+    return of_all_ranks(local_state(engine, keys))

@@ -11,8 +11,9 @@ from deepspeed.checkpoint.affine import ParamAffineMap
 from torch import nn
 from torch.nn import functional
 
+from tests.support.divided import local_state, train_on
 from tests.support.models import ADAMW
-from tests.support.runs import ADAM, logical
+from tests.support.runs import ADAM
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, MLP, VOCAB = 12, 6, 3, 2, 7, 10
 BATCH = 12
@@ -198,26 +199,12 @@ def make(
 
 
 def train(engine: Any, steps: int) -> list[float]:
-    """Takes steps, whose data depend on the number of the step. Returns the losses of this rank."""
-    losses = []
-    rank, ranks = dist.get_rank(engine.seq_data_parallel_group), dist.get_world_size(engine.seq_data_parallel_group)
-    for _ in range(steps):
-        generator = torch.Generator().manual_seed(engine.global_steps)
-        x, y = torch.randint(0, VOCAB, (2, BATCH, 5), generator=generator).chunk(ranks, 1)[rank]
-        loss = engine(x, y)
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
+    return train_on(engine, steps, VOCAB, BATCH)
 
 
 def whole(engine: Any, keys: tuple[str, ...] = ADAM) -> dict[str, torch.Tensor]:
-    """Returns the whole master weights, moments and frozen weights by key, without zckpt. Every rank calls it."""
-    parameters = dict(engine.module.named_parameters())
-    local = logical(engine, keys) if engine.optimizer is not None else {}
-    for name, parameter in parameters.items():
-        with deepspeed.zero.GatheredParameters([parameter]):
-            local[f"param/{name}"] = parameter.detach().clone()
+    """Returns the whole tensors by key, without zckpt. Every rank calls it."""
+    parameters, local = dict(engine.module.named_parameters()), local_state(engine, keys)
     if engine.mp_world_size == 1:
         return local
     group = getattr(engine.mpu, "get_tensor_model_parallel_group", engine.mpu.get_model_parallel_group)()
@@ -225,7 +212,8 @@ def whole(engine: Any, keys: tuple[str, ...] = ADAM) -> dict[str, torch.Tensor]:
     dist.all_gather_object(of_ranks, local, group=group)
     tensors = {}
     for key in local:
-        parameter, shards = parameters[key.partition("/")[2]], [tensors_of_rank[key] for tensors_of_rank in of_ranks]
+        parameter: Any = parameters.get(key.partition("/")[2])
+        shards = [tensors_of_rank[key] for tensors_of_rank in of_ranks]
         described = getattr(parameter, "ds_autotp_universal_checkpoint_meta", None)
         if described is not None and not described["replicated"]:
             affine = ParamAffineMap.from_dict(described["conversion"]["affine_map"])

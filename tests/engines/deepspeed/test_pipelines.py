@@ -10,32 +10,15 @@ import pytest
 import torch
 
 import zckpt
-from tests.support.pipelines import make, train, whole
-from tests.support.runs import settings, tensors_of
+from tests.support.divided import Setup, check_division
+from tests.support.pipelines import make, train
+from tests.support.runs import tensors_of
 from zckpt.testing.engine_definition import frozen
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.support.cluster import Cluster
-
-Setup = dict[str, Any]
-
-
-def write_trained(path: str, setup: Setup) -> tuple[dict[str, Any], list[float]]:
-    engine = make(**setup)
-    train(engine, 3)
-    zckpt.write(engine, path)
-    return whole(engine), train(engine, 2)
-
-
-def restore_whole(path: str, setup: Setup, trained: int) -> tuple[dict[str, Any], list[float]]:
-    engine = make(**setup, seed=1)
-    train(engine, trained)
-    zckpt.restore(engine, path)
-    assert settings(engine)["global_steps"] == 3
-    return whole(engine), train(engine, 2)
-
 
 SETUPS: list[tuple[Setup, int]] = [
     ({"stages": 2, "zero": 0}, 4), ({"stages": 2, "zero": 1}, 4), ({"stages": 3, "zero": 1}, 3),
@@ -46,34 +29,13 @@ SETUPS: list[tuple[Setup, int]] = [
 
 @pytest.mark.parametrize("there", range(len(SETUPS)))
 def test_a_pipeline_restores_into_itself_and_into_another_one(cluster: Cluster, tmp_path: Path, there: int) -> None:
-    check(cluster, str(tmp_path / "c"), there)
+    check_division(cluster, str(tmp_path / "c"), "pipelines", SETUPS, there)
 
 
 @pytest.mark.matrix
 def test_every_pipeline_restores_into_every_other_one(cluster: Cluster, tmp_path: Path) -> None:
     for there in range(len(SETUPS)):
-        check(cluster, str(tmp_path / str(there)), there, everything=True)
-
-
-def check(cluster: Cluster, path: str, there: int, *, everything: bool = False) -> None:
-    setup, ranks = SETUPS[there]
-    written = cluster.run(write_trained, ranks, path, setup)
-    assert zckpt.validate(path).ok
-    stored = zckpt.open(path).load()
-    for key, tensor in written[0][0].items():
-        if not key.startswith("param/") or key in stored:
-            assert torch.equal(stored[key], tensor), key
-    assert {key for key in stored if not key.startswith("param/")} == {
-        key for key in written[0][0] if not key.startswith("param/")
-    }
-    for number, (other, here) in enumerate(SETUPS):
-        # The next one, too, at every commit; all of them in the long run.
-        if not everything and number not in (there, (there + 1) % len(SETUPS)):
-            continue
-        for rank, (tensors, losses) in enumerate(cluster.run(restore_whole, here, path, other, number % 2)):
-            assert frozen(tensors) == frozen(written[0][0]), other
-            if number == there:
-                assert losses == written[rank][1]
+        check_division(cluster, str(tmp_path / str(there)), "pipelines", SETUPS, there, everywhere=True)
 
 
 def write_bf16(path: str, setup: Setup) -> list[Any]:
@@ -139,6 +101,22 @@ def save_and_load(directory: str) -> None:
 
 def test_an_attached_pipeline_saves_and_loads(cluster: Cluster, tmp_path: Path) -> None:
     cluster.run(save_and_load, 2, str(tmp_path))
+
+
+def train_offloaded(directory: str) -> None:
+    engine, other = make(2, 1), make(2, 1)
+    train(other, 2)
+    expected = train(other, 2)
+    train(engine, 2)
+    zckpt.offload(engine, directory, auto=True)
+    assert train(engine, 2) == expected
+
+
+@pytest.mark.offload
+def test_an_offloaded_pipeline_comes_back_before_its_stages_wait_for_each_other(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    cluster.run(train_offloaded, 2, str(tmp_path))
 
 
 def refuse(path: str) -> None:

@@ -2,52 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 import zckpt
-from tests.support.runs import settings
-from tests.support.tensor_parallel import make, train, whole
+from tests.support.divided import Setup, check_division, check_stored, restore_whole, write_trained
+from tests.support.tensor_parallel import make, train
 from zckpt.testing.engine_definition import frozen
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.support.cluster import Cluster
-
-Setup = dict[str, Any]
-
-
-def write_trained(path: str, setup: Setup) -> tuple[dict[str, Any], list[float]]:
-    engine = make(**setup)
-    train(engine, 3)
-    zckpt.write(engine, path)
-    tensors = whole(engine)
-    return tensors, train(engine, 2)
-
-
-def restore_whole(path: str, setup: Setup, trained: int) -> tuple[dict[str, Any], list[float]]:
-    engine = make(**setup, seed=1)
-    train(engine, trained)
-    zckpt.restore(engine, path)
-    assert settings(engine)["global_steps"] == 3
-    tensors = whole(engine)
-    return tensors, train(engine, 2)
-
-
-def check_stored(path: str, written: dict[str, torch.Tensor]) -> None:
-    """Compares a checkpoint with the whole tensors of the engine."""
-    assert zckpt.validate(path).ok
-    stored = zckpt.open(path).load()
-    for key, tensor in written.items():
-        if not key.startswith("param/") or key in stored:
-            assert torch.equal(stored[key], tensor), key
-    assert {key for key in stored if not key.startswith(("buffer/", "param/"))} == {
-        key for key in written if not key.startswith("param/")
-    }
-
 
 AUTOTP: list[tuple[Setup, int]] = [
     ({"tp": 2, "stage": 0}, 2), ({"tp": 2, "stage": 1}, 4), ({"tp": 3, "stage": 2}, 3), ({"tp": 2, "stage": 3}, 4),
@@ -62,12 +30,12 @@ MPU: list[tuple[Setup, int]] = [
 
 @pytest.mark.parametrize("there", range(len(AUTOTP)))
 def test_a_division_restores_into_itself_and_into_another_one(cluster: Cluster, tmp_path: Path, there: int) -> None:
-    check(cluster, str(tmp_path / "c"), AUTOTP, there)
+    check_division(cluster, str(tmp_path / "c"), "tensor_parallel", AUTOTP, there)
 
 
 @pytest.mark.parametrize("there", range(len(MPU)))
 def test_a_division_by_an_mpu_restores_into_another_one(cluster: Cluster, tmp_path: Path, there: int) -> None:
-    check(cluster, str(tmp_path / "c"), MPU, there)
+    check_division(cluster, str(tmp_path / "c"), "tensor_parallel", MPU, there)
 
 
 @pytest.mark.matrix
@@ -76,23 +44,7 @@ def test_every_division_restores_into_every_other_one(
     cluster: Cluster, tmp_path: Path, setups: list[tuple[Setup, int]]
 ) -> None:
     for there in range(len(setups)):
-        check(cluster, str(tmp_path / str(there)), setups, there, everything=True)
-
-
-def check(
-    cluster: Cluster, path: str, setups: list[tuple[Setup, int]], there: int, *, everything: bool = False
-) -> None:
-    setup, ranks = setups[there]
-    written = cluster.run(write_trained, ranks, path, setup)
-    check_stored(path, written[0][0])
-    for number, (other, here) in enumerate(setups):
-        # The next one, too, at every commit; all of them in the long run.
-        if not everything and number not in (there, (there + 1) % len(setups)):
-            continue
-        for rank, (tensors, losses) in enumerate(cluster.run(restore_whole, here, path, other, number % 2)):
-            assert frozen(tensors) == frozen(written[0][0]), other
-            if number == there:
-                assert losses == written[rank][1]
+        check_division(cluster, str(tmp_path / str(there)), "tensor_parallel", setups, there, everywhere=True)
 
 
 OTHERS: list[Setup] = [
@@ -106,9 +58,9 @@ OTHERS: list[Setup] = [
 @pytest.mark.parametrize("number", range(len(OTHERS)))
 def test_a_resumed_run_goes_on_bit_for_bit(cluster: Cluster, tmp_path: Path, number: int) -> None:
     path = str(tmp_path / "c")
-    written = cluster.run(write_trained, 4, path, OTHERS[number])
+    written = cluster.run(write_trained, 4, "tensor_parallel", path, OTHERS[number])
     check_stored(path, written[0][0])
-    resumed = cluster.run(restore_whole, 4, path, OTHERS[number], 1)
+    resumed = cluster.run(restore_whole, 4, "tensor_parallel", path, OTHERS[number], 1)
     assert frozen(resumed) == frozen(written)
 
 

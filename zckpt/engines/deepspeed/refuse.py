@@ -127,7 +127,7 @@ def _parameters(engine: Any, adapter: DeepSpeedAdapter) -> Iterator[str]:
             yield str(error)
             return
         yield from kind.unsupported(engine.optimizer, adapter.parameters[0], local_tensors)
-        for name in filter(adapter.experts.has, adapter.extra.tensors):
+        for name in filter(adapter.experts.has, adapter.extra.tensors if adapter.experts.divided else ()):
             yield f"{name}, which an expert adds to its state_dict: other ranks have the same name for other experts"
             return
 

@@ -6,10 +6,11 @@ The torch AdamW is ``backup_optimizer`` of ``DeepSpeedZeroOptimizer_Stage3``. Th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping
 from typing import Any
 
 import torch
+
+from zckpt.engines.state_view import StateView
 
 
 class TwinOptimizer:
@@ -45,25 +46,13 @@ class _States:
         return self[master] if master in states else default
 
 
-class _CountedInInt(MutableMapping[str, Any]):
+class _CountedInInt(StateView):
     """The state that torch's AdamW has for a tensor, with the step as the C++ Adam counts it: in an int."""
 
-    def __init__(self, state: dict[str, Any]) -> None:
-        self._state = state
-
     def __getitem__(self, key: str) -> Any:
-        value = self._state[key]
+        value = super().__getitem__(key)
         return int(value) if key == "step" else value
 
     def __setitem__(self, key: str, value: Any) -> None:
         # torch keeps the step in host memory.
-        self._state[key] = torch.tensor(float(value), device="cpu") if key == "step" else value
-
-    def __delitem__(self, key: str) -> None:
-        del self._state[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._state)
-
-    def __len__(self) -> int:
-        return len(self._state)
+        super().__setitem__(key, torch.tensor(float(value), device="cpu") if key == "step" else value)

@@ -6,11 +6,11 @@ DTensors too."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from zckpt.engines.state_view import StateView
 from zckpt.engines.tensors import local_of
 
 if TYPE_CHECKING:
@@ -62,15 +62,16 @@ class States:
         return LocalState(optimizer.state[parameter], parameter)
 
 
-class LocalState(MutableMapping[str, Any]):
+class LocalState(StateView):
     """What an optimizer keeps for one parameter. A DTensor is read as its local tensor. A tensor that is added with the
     shape of the parameter's local tensor becomes a DTensor, if the parameter is one."""
 
     def __init__(self, state: dict[str, Any], parameter: torch.Tensor) -> None:
-        self._state, self._parameter = state, parameter
+        super().__init__(state)
+        self._parameter = parameter
 
     def __getitem__(self, key: str) -> Any:
-        value = self._state[key]
+        value = super().__getitem__(key)
         return local_of(value) if isinstance(value, torch.Tensor) else value
 
     def __setitem__(self, key: str, value: Any) -> None:
@@ -85,13 +86,4 @@ class LocalState(MutableMapping[str, Any]):
                 shape=parameter.shape,
                 stride=parameter.stride(),
             )
-        self._state[key] = value
-
-    def __delitem__(self, key: str) -> None:
-        del self._state[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._state)
-
-    def __len__(self) -> int:
-        return len(self._state)
+        super().__setitem__(key, value)
