@@ -1,5 +1,5 @@
-"""Some ranks of a job: those of one engine, or those of it that hold the same local tensors. A job may train several
-models, so an engine need not have all ranks."""
+"""Groups of the ranks of a job. A group has all ranks of one engine, or those of its ranks that hold the same local
+tensors. A job may train several models, so an engine need not have all ranks of the job."""
 
 from __future__ import annotations
 

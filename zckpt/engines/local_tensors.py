@@ -31,10 +31,10 @@ class LocalTensor:
     """The ranks that hold this local tensor, or partitions of it, and read a share of it in a restore. Other groups of
     owners may hold the same elements."""
     replicated: str = ""
-    """As in ``Fragment``, if this rank holds the whole local tensor."""
+    """The value of ``Fragment.replicated`` for the local tensor, if this rank holds it whole."""
     partition_replicated: str = ""
-    """As in ``Fragment``, if this rank holds only one partition: the label is empty if no rank other than the owners
-    holds any of these elements."""
+    """The value of ``Fragment.replicated`` for the partition that this rank holds, if the local tensor is partitioned.
+    It is empty if no rank other than the owners holds any elements of the local tensor."""
     writes_partition: bool = True
     """Whether this rank writes its partition. Several groups of owners may hold the same elements in partitions with
     other borders; then only one group writes them."""

@@ -116,7 +116,14 @@ class ModuleAdapter(EngineAdapter):
 
     def sample(self) -> Mapping[str, bytes]:
         trained = {name: weight for name, weight in self.parameters[0].items() if weight.requires_grad}
-        return {name: some_bytes([trained[name]]) for name in some_of(list(trained))}
+        chosen = some_of(list(trained))
+        # Models of other names have no name in common, so the names are compared too.
+        names = {} if self.names_differ else {"": repr(chosen).encode()}
+        return names | {self.elements_here(name): some_bytes([trained[name]]) for name in chosen}
+
+    def elements_here(self, name: str) -> str:
+        """Returns the name of a weight, with the elements of it that this rank holds if these are not all."""
+        return name
 
     def memory(self) -> Iterator[Holding]:
         extra = self.extra.tensors  # first, as in ``inventory``

@@ -33,8 +33,8 @@ rank sends."""
 
 
 class Replicated(Kind):
-    """What the classes share that are for wrappers with whole local tensors. An engine without an optimizer needs
-    nothing else. ``Kind`` documents the members."""
+    """The base class for wrappers that keep whole local tensors. An engine without an optimizer needs no more than this
+    class. ``Kind`` documents the members."""
 
     def __init__(self, wrapper: Any, parameters: Mapping[str, Any], local_tensors: Mapping[str, LocalTensor]) -> None:
         super().__init__(wrapper, parameters, local_tensors)

@@ -206,6 +206,18 @@ def test_what_cannot_be_saved_is_refused_by_name(cluster: Cluster, tmp_path: Pat
     assert not (tmp_path / "c").exists()
 
 
+def write_other_models(path: str) -> None:
+    model = nn.ModuleDict({f"of_rank_{dist.get_rank()}": nn.Linear(3, 3)})
+    with pytest.raises(zckpt.RankError, match="the engine of rank 1 is not that of rank 0: its weights are others"):
+        zckpt.write((model, None), path)
+
+
+def test_ranks_that_write_models_of_other_names(cluster: Cluster, tmp_path: Path) -> None:
+    """Without an optimizer, nothing else of these models has to agree."""
+    cluster.run(write_other_models, 2, str(tmp_path / "c"))
+    assert not (tmp_path / "c").exists()
+
+
 def write_differing(path: str, layout: str) -> str:
     state = make_state(layout)
     train(state, 1)

@@ -22,7 +22,7 @@ from zckpt.engines.deepspeed.wrapper import kind_of
 from zckpt.engines.deepspeed.zero12 import uses_muon
 from zckpt.engines.hooks import call_before
 from zckpt.engines.module_adapter import ModuleAdapter
-from zckpt.engines.tensors import some_bytes, some_of, unwrapped
+from zckpt.engines.tensors import unwrapped
 from zckpt.engines.trees import COUNTERS
 from zckpt.engines.unwrapped import Unwrapped
 from zckpt.errors import UnsupportedError
@@ -119,18 +119,17 @@ class DeepSpeedAdapter(ModuleAdapter):
         ]
         if numbers:
             return {"": repr(numbers[:1]).encode()}
-        trained = {name: weight.detach() for name, weight in self.parameters[0].items() if weight.requires_grad}
-        sample = {self._elements(name): some_bytes([trained[name]]) for name in some_of(list(trained))}
+        sample = dict(super().sample())
         if not all(local.same_borders for local in self.local_tensors.values()):
             # ZeRO cuts the replicas of a weight into partitions with other borders. A write cannot compare these
             # partitions, so it compares the weights.
-            for name, weight in trained.items():
-                if self.local_tensors[name].partition_replicated and why_no_memory(weight) is None:
-                    sample[self._elements(name)] = values_digest(weight)
+            for name, local in self.local_tensors.items():
+                weight = self.parameters[0][name]
+                if weight.requires_grad and local.partition_replicated and why_no_memory(weight) is None:
+                    sample[self.elements_here(name)] = values_digest(weight.detach())
         return sample
 
-    def _elements(self, name: str) -> str:
-        """Returns the name of a weight with the elements of it that this rank holds, if these are not all."""
+    def elements_here(self, name: str) -> str:
         span = self.local_tensors[name].span
         return name if span.numel == span.grid.numel else f"{name} from element {span.start} on"
 
