@@ -42,7 +42,7 @@ class ParameterRange:
     offset: int
     """The element of the flat buffer at which they begin."""
     replicated: str = ""
-    """As in ``Fragment``."""
+    """The value of ``Fragment.replicated`` for these elements."""
     written: bool = True
     """Whether this rank writes the elements. If not, another rank writes them, which holds them too."""
 

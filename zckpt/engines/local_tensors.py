@@ -26,7 +26,7 @@ class LocalTensor:
     """
 
     span: Span
-    """The elements of the local tensor, in the order in which they lie in it."""
+    """The elements of the parameter which the local tensor holds, in the order in which it holds them."""
     owners: RankGroup
     """The ranks that hold this local tensor, or partitions of it, and read a share of it in a restore. Other groups of
     owners may hold the same elements."""

@@ -153,7 +153,7 @@ class ModuleRestoring:
 
     @property
     def _gathered(self) -> Gathered:
-        """As in ``ExtraState.load``."""
+        """A function that returns a context in which given parameters are whole. ``ExtraState.load`` calls it."""
         raise NotImplementedError
 
     def _saved(self) -> optimizer.Saved:

@@ -54,7 +54,7 @@ class Collected:
     use: Use
     """What the checkpoint can be used for."""
     unsaved: tuple[str, ...]
-    """As in ``Inventory``."""
+    """A phrase for each thing that no checkpoint can hold, as in ``Inventory.unsaved``."""
     replicas: dict[str, ReplicaSet]
     """The sets of replicas of which this rank holds one, by their labels."""
 
