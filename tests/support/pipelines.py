@@ -96,6 +96,7 @@ def make(
     dtype: str = "fp32",
     bias: bool = False,
     short: bool = False,
+    functions: bool = False,
     **config: Any,
 ) -> Any:
     """Returns an engine.
@@ -110,6 +111,8 @@ def make(
         dtype: "fp32" or "bf16".
         bias: whether the shared module has a parameter that is not tied.
         short: whether there is only one block, so that the second stage has only the shared module.
+        functions: whether each layer calls the shared module by a function. Then no layer of a stage is a module that has
+            the shared weights, and DeepSpeed saves no file of them.
         config: more settings of DeepSpeed's configuration.
     """
     topology, sliced = None, []
@@ -121,7 +124,8 @@ def make(
     mixed = [LayerSpec(Mixed, ep)] if ep else []
     tied: dict[str, Any] = {"tied_weight_attr": ["weight"], "bias": bias}
     layers = [
-        TiedLayerSpec("embed", Embedding, **tied), LayerSpec(Block), *mixed, torch.tanh, LayerSpec(Block),
+        TiedLayerSpec("embed", Embedding, forward_fn=Embedding.forward if functions else None, **tied),
+        LayerSpec(Block), *mixed, torch.tanh, LayerSpec(Block),
         LayerSpec(Block), LayerSpec(Block), *sliced, *mixed,
         TiedLayerSpec("embed", Embedding, forward_fn=head, **tied),
     ]  # fmt: skip
