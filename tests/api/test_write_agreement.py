@@ -141,7 +141,7 @@ def interrupt(path: str) -> tuple[str, str]:
         put(*args)
 
     def signalled() -> None:
-        wait_until_main_is_in(Ranks.gather)
+        wait_until_main_is_in(Ranks._waiting)
         os.kill(os.getpid(), signal.SIGINT)
         waiting.touch()
 

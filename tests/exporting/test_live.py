@@ -76,7 +76,9 @@ def export_with_a_fault(directory: Path, name: str, who: int) -> tuple[str, list
     fault = Fault(NO_SPACE, names=(name,), path="model-")
     with faulty(fault if engine.rank == who else None), pytest.raises((OSError, RuntimeError)) as caught:
         zckpt.export(engine, directory / "out", max_shard_size=8000, overwrite=True)
-    Ranks().gather(b"")  # until each rank has ended its export, another rank may still be removing files
+    Ranks().together(
+        lambda: None, "end the export"
+    )  # until each rank has ended its export, another rank may still be removing files
     left = Ranks().first(lambda: sorted(path.name for path in directory.rglob("*")), "look")
     zckpt.export(engine, directory / "again", max_shard_size=8000)
     return f"{type(caught.value).__name__}: {caught.value}", left

@@ -135,21 +135,21 @@ def interrupt_everywhere(path: str, who: int, options: dict[str, Any]) -> list[t
     Returns the outcome of each write on the ranks, and whether its checkpoint is committed.
     """
     os.environ["ZCKPT_RANK_TIMEOUT"] = "300"
-    is_interrupted, gather = int(os.environ["RANK"]) == who, Ranks.gather
+    is_interrupted, wait = int(os.environ["RANK"]) == who, Ranks._waiting
     meetings = 0
 
-    def interrupted(ranks: Ranks, *arguments: Any) -> list[bytes]:
+    def interrupted(ranks: Ranks, *arguments: Any) -> Any:
         nonlocal meetings
         if is_interrupted and threading.current_thread() is threading.main_thread():
             meetings -= 1
             if meetings == 0:
                 os.kill(os.getpid(), signal.SIGINT)
-        return gather(ranks, *arguments)
+        return wait(ranks, *arguments)
 
     results: list[tuple[tuple[str, ...], bool]] = []
     with (
         engines_are_adapters(),
-        mock.patch.object(Ranks, "gather", interrupted),
+        mock.patch.object(Ranks, "_waiting", interrupted),
     ):
         while not results or results[-1][0][who] != "ok":
             target, engine = Path(path, str(len(results))), Lazy(5)

@@ -5,13 +5,11 @@ from __future__ import annotations
 import gc
 import weakref
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from zckpt.ranks.collectives import Ranks
+import torch
+
 from zckpt.ranks.groups import Group
-
-if TYPE_CHECKING:
-    import torch
 
 
 class _EndsLate:
@@ -36,38 +34,32 @@ class _Ended:
         return True
 
 
-def group_of(allgather: Any) -> Any:
-    """Returns a group of one rank whose exchanges are those of the function ``allgather``."""
+def group_of(alltoall_base: Any) -> Group:
+    """Returns a group of one rank whose exchanges are those of the function ``alltoall_base``."""
     lives: Any = SimpleNamespace(period=1, lost=lambda error: error, check=lambda: None)
-    gloo: Any = SimpleNamespace(allgather=allgather)
-    return Group(gloo, None, lives)  # type: ignore[arg-type]
+    gloo: Any = SimpleNamespace(alltoall_base=alltoall_base)
+    return Group(0, 1, lambda _: (gloo, None), lives)  # type: ignore[arg-type, return-value]
+
+
+NOTHING = torch.zeros(0, dtype=torch.uint8)
 
 
 def test_an_operation_that_ends_just_after_the_wait_is_no_lost_connection() -> None:
-    def allgather(outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor]) -> _EndsLate:
-        outputs[0][0].copy_(inputs[0])
-        return _EndsLate()
-
-    ranks = object.__new__(Ranks)
-    ranks.size = 1
-    assert ranks._gather(group_of(allgather), b"told") == [b"told"]
+    group_of(lambda *_: _EndsLate()).exchange(NOTHING, [0], NOTHING, [0])
 
 
 def test_an_operation_lives_on_while_a_thread_of_gloo_may_use_it() -> None:
     """Otherwise that thread would free its tensors, perhaps while the interpreter ends, and this aborts the process."""
     given: list[weakref.ref[_Ended]] = []
 
-    def allgather(outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor]) -> _Ended:
-        outputs[0][0].copy_(inputs[0])
+    def exchange(*_: object) -> _Ended:
         operation = _Ended()
         given.append(weakref.ref(operation))
         return operation
 
-    ranks = object.__new__(Ranks)
-    ranks.size = 1
-    group = group_of(allgather)
-    for _ in range(3):
-        assert ranks._gather(group, b"told") == [b"told"]
+    group = group_of(exchange)
+    for _ in range(6):
+        group.exchange(NOTHING, [0], NOTHING, [0])
     gc.collect()
     alive = [reference() is not None for reference in given]
     assert alive == [False] * 4 + [True] * 2

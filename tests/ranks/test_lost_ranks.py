@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from contextlib import nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -26,6 +27,7 @@ from tests.support.patience import give_up_after
 from tests.support.plain_engine import engines_are_adapters
 from tests.support.states import write_state
 from zckpt.ranks import heartbeat as life
+from zckpt.ranks import tree
 from zckpt.ranks.collectives import Ranks
 
 if TYPE_CHECKING:
@@ -183,6 +185,63 @@ MORE = [
     (1, "hang"),
     (2, "hang"),
 ]
+
+
+def act_in_a_tree(directory: str, who: int, how: str) -> tuple[str, int | None]:
+    """Does what ``act_once`` does, with ranks that have at most two children."""
+    with mock.patch.object(tree, "FAN_OUT", 2):
+        return act_once(directory, who, how)
+
+
+TREE = [(1, "die"), (6, "die"), *(pytest.param(who, how, marks=pytest.mark.matrix) for who, how in [(0, "die"), (0, "stop"), (2, "hang"), (5, "stop")])]  # fmt: skip
+"""Rank 1 has the children 3 and 4, and rank 6 is a child of rank 2."""
+
+
+@pytest.mark.parametrize(("who", "how"), TREE)
+def test_a_rank_of_a_tree_that_is_gone_is_named_by_every_other_rank(
+    cluster: Cluster, tmp_path: Path, who: int, how: str
+) -> None:
+    outcomes = cluster.outcomes(act_in_a_tree, 7, str(tmp_path), who, how)
+    named = [outcome.value and outcome.value[1] for outcome in outcomes]
+    assert named == [None if rank == who else who for rank in range(7)], outcomes
+
+
+def repeated(count: int, values: list[int]) -> list[list[int]]:
+    return [[value] * count for value in values]
+
+
+def share_in_a_tree(fan_out: int) -> list[Any]:
+    """Sends short and long values along a tree. Returns what this rank gets."""
+    results: list[Any] = []
+    with mock.patch.object(tree, "FAN_OUT", fan_out):
+        ranks = Ranks()
+        for nbytes in (1, 900, 5000):
+            values = ranks.share(lambda nbytes=nbytes: bytes([ranks.rank]) * nbytes * (ranks.rank % 3), "share")
+            results.append([len(value) for value in values])
+            assert all({*value} <= {rank} for rank, value in enumerate(values))
+            results.append(ranks.decide(lambda: ranks.rank, sum, "add"))
+            results.append(ranks.decide_each(lambda: ranks.rank, partial(repeated, nbytes), "tell"))
+        with pytest.raises((zckpt.RankError, ZeroDivisionError)) as failed:
+            ranks.decide(lambda: 0, lambda values: 1 // values[5], "divide")
+        with pytest.raises((zckpt.RankError, KeyError)) as others:
+            ranks.together(lambda: {}[0] if ranks.rank in (3, 5) else None, "look")
+        with pytest.raises(zckpt.RankError, match=r"to come' on rank 0, 'the same function, to go' on rank 5"):
+            ranks.together(lambda: None, "go" if ranks.rank == 5 else "come")
+    return [results, *(f"{type(caught.value).__name__}: {caught.value}" for caught in (failed, others))]
+
+
+@pytest.mark.parametrize("fan_out", [2, 4])
+def test_ranks_of_a_tree_share_values(cluster: Cluster, fan_out: int) -> None:
+    for rank, (results, failed, others) in enumerate(cluster.run(share_in_a_tree, 7, fan_out)):
+        assert results == [
+            result
+            for nbytes in (1, 900, 5000)
+            for result in ([nbytes * (n % 3) for n in range(7)], 21, [rank] * nbytes)
+        ]
+        assert failed.startswith("RankError: rank 0 failed to divide: Zero" if rank else "ZeroDivisionError")
+        assert others.startswith(
+            "KeyError" if rank in (3, 5) else "RankError: rank 3 (and 1 more ranks) failed to look: Key"
+        )
 
 
 @pytest.mark.parametrize(("who", "how"), [*CASES, *(pytest.param(*case, marks=pytest.mark.matrix) for case in MORE)])

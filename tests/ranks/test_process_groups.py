@@ -59,7 +59,7 @@ def talk_in_groups(directory: str) -> list[Any]:
         while ranks.rank == 1 and not given_up.exists():
             time.sleep(0.01)
 
-    results: list[Any] = [ranks.rank, ranks.size, ranks.gather(str(dist.get_rank()).encode())]
+    results: list[Any] = [ranks.rank, ranks.size, ranks.share(dist.get_rank, "share")]
     if is_in_first:
         assert Ranks(group, channel=BACKGROUND).agree("the same", "words") == "the same"
         with pytest.raises(zckpt.RankError) as caught:
@@ -76,19 +76,19 @@ def talk_in_groups(directory: str) -> list[Any]:
         results.append(getattr(failed.value, "rank", None))
         results.append(str(failed.value))
     dist.barrier()
-    results.append(Ranks(group).gather(b"again"))
-    results.append(Ranks().gather(b"all"))
+    results.append(Ranks(group).share(lambda: "again", "share"))
+    results.append(Ranks().share(lambda: "all", "share"))
     return results
 
 
 def test_groups_of_ranks_do_not_affect_each_other(cluster: Cluster, tmp_path: Path) -> None:
     rank_0, rank_1, rank_2, rank_3 = cluster.run(talk_in_groups, 4, str(tmp_path))
-    assert rank_0 == [0, 2, [b"0", b"1"], 1, 1, [b"again"] * 2, [b"all"] * 4]
-    assert rank_1 == [1, 2, [b"0", b"1"], 1, [b"again"] * 2, [b"all"] * 4]
-    assert rank_2[:4] == [0, 2, [b"2", b"3"], 3]
+    assert rank_0 == [0, 2, [0, 1], 1, 1, ["again"] * 2, ["all"] * 4]
+    assert rank_1 == [1, 2, [0, 1], 1, ["again"] * 2, ["all"] * 4]
+    assert rank_2[:4] == [0, 2, [2, 3], 3]
     assert rank_2[4].startswith("rank 3 failed to divide: ZeroDivisionError")
-    assert rank_3[:4] == [1, 2, [b"2", b"3"], None]
-    assert rank_2[5:] == rank_3[5:] == [[b"again"] * 2, [b"all"] * 4]
+    assert rank_3[:4] == [1, 2, [2, 3], None]
+    assert rank_2[5:] == rank_3[5:] == [["again"] * 2, ["all"] * 4]
 
 
 class Mpu:

@@ -111,8 +111,8 @@ def make(
         dtype: "fp32" or "bf16".
         bias: whether the shared module has a parameter that is not tied.
         short: whether there is only one block, so that the second stage has only the shared module.
-        functions: whether each layer calls the shared module by a function. Then no layer of a stage is a module that has
-            the shared weights, and DeepSpeed saves no file of them.
+        functions: whether each layer calls the shared module by a function. Then DeepSpeed saves no file that has the
+            shared weights.
         config: more settings of DeepSpeed's configuration.
     """
     topology, sliced = None, []

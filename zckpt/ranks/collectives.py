@@ -12,6 +12,7 @@ import msgpack
 
 from zckpt.errors import RankError
 from zckpt.ranks.interrupts import Interrupts
+from zckpt.ranks.tree import Answer, Report, children, for_branches, joined
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from zckpt.ranks.groups import Group
 
 T = TypeVar("T")
+D = TypeVar("D")
 
 CALLS, BACKGROUND, UPLOADS, FILES = "calls", "background", "uploads", "files"
 """The channels of messages between ranks. Each has a group of its own."""
@@ -120,29 +122,18 @@ class Ranks:
         the last action does not end what the ranks do together. This may be used once for each object."""
         return self._interrupts.held()
 
-    def gather(self, data: bytes, doing: str = "go on") -> list[bytes]:
-        """Returns the ``data`` of every rank, on every rank. Raises RankError, which names the rank, if a rank is gone
-        or hangs."""
-        group = self._group
-        return [data] if group is None else self._waiting(group, doing, lambda: self._gather(group, data))
-
     def exchange(
         self, sent: torch.Tensor, sent_bytes: Sequence[int], received: torch.Tensor, received_bytes: Sequence[int]
     ) -> None:
         """Sends bytes from each rank to each rank. ``sent`` and ``received`` are 1-D uint8 tensors in host memory.
         ``sent`` holds first the bytes for rank 0, then those for rank 1, and so on; ``sent_bytes`` says how many each
         of them gets. ``received`` and ``received_bytes`` are the same for the bytes that come from each rank. Raises
-        RankError as ``gather`` does."""
+        RankError, which names the rank, if a rank is gone or hangs."""
         group = self._group
         if group is None:
             received.copy_(sent)
-            return
-
-        def exchange() -> None:
-            # This calls the method of the group itself, for the reason that `_gather` gives.
-            group.wait(group.gloo.alltoall_base(received, sent, list(received_bytes), list(sent_bytes)))  # type: ignore[attr-defined]
-
-        self._waiting(group, "send tensors", exchange)
+        else:
+            self._waiting(group, "send tensors", lambda: group.exchange(sent, sent_bytes, received, received_bytes))
 
     def _waiting(self, group: Group, doing: str, action: Callable[[], T]) -> T:
         """Runs an action that waits for all other ranks. Raises RankError if one of them is gone or hangs."""
@@ -155,20 +146,6 @@ class Ranks:
             forget(self.members, self._channel)
             raise
 
-    def _gather(self, group: Group, data: bytes) -> list[bytes]:
-        import torch
-
-        def all_gather(mine: torch.Tensor) -> list[torch.Tensor]:
-            # The group's own method: torch.distributed's refuses a group that was destroyed by its users
-            gathered = [torch.zeros_like(mine) for _ in range(self.size)]
-            group.wait(group.gloo.allgather([gathered], [mine]))  # type: ignore[attr-defined]
-            return gathered
-
-        sizes = [int(size) for size in all_gather(torch.tensor([len(data)], device="cpu"))]
-        mine = torch.zeros(max(1, *sizes), dtype=torch.uint8, device="cpu")
-        mine[: len(data)] = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)[: len(data)]
-        return [bytes(one[:size].numpy()) for one, size in zip(all_gather(mine), sizes, strict=True)]
-
     def interruptible(self) -> AbstractContextManager[None]:
         """Inside this block, Ctrl-C is raised, also if it came earlier. It is for a part of an action of ``together``
         that is not interruptible as a whole."""
@@ -179,63 +156,135 @@ class Ranks:
         failed raises its own error. Every other rank raises a RankError that names the first rank on which it
         failed."""
         results: list[T] = []
-        self.share(lambda: results.append(action()), doing, interruptible=interruptible)
+        self.decide(lambda: results.append(action()), lambda _: None, doing, interruptible=interruptible)
         return results[0]
 
     def share(self, action: Callable[[], T], doing: str, *, interruptible: bool = True) -> list[T]:
-        """Runs ``action`` on every rank. If it succeeded on all ranks, every rank returns the results of all. Raises
-        the errors of ``together``. ``interruptible`` says whether Ctrl-C is raised in the action inside of
-        ``undivided``.
-
-        A result is a value that msgpack can carry: None, a bool, a number, a string, bytes, or a sequence or mapping of
-        these. Tuples come back as lists, even on the rank that returned them. A string may be a path whose bytes are
-        not UTF-8 (``os.fsdecode``). If the result is anything else, the action has failed on this rank.
-
-        If everything that can fail is in the actions of successive calls, all ranks leave at the same call.
-        """
-
-        def run() -> T:
-            with self.interruptible() if interruptible else nullcontext():
-                return action()
-
-        if self._group is None:
-            return [_unpack(_pack(run()))]
-        with self._group.lives.shown(doing, self._call):
-            return self._share(run, doing)
-
-    def _share(self, action: Callable[[], T], doing: str) -> list[T]:
-        error: BaseException | None = None
-        step = f"{self._call}, to {doing}"
-        try:
-            report = _pack([step, None, action()])
-            _unpack(report)  # a result that cannot be sent is an error of this rank
-        except BaseException as caught:  # raised again below, once the other ranks know
-            error = caught
-            report = _pack([step, _said(error), None])
-        try:
-            steps, failures, results = zip(*map(_unpack, self.gather(report, doing)), strict=True)
-            check_equal(steps, "calls under way (every rank must make the same calls of zckpt)")
-        except RankError as lost:
-            raise error or lost from None
-        if error is not None:
-            raise error
-        failed = [number for number, failure in enumerate(failures) if failure is not None]
-        if failed:
-            others = f" (and {len(failed) - 1} more ranks)" if len(failed) > 1 else ""
-            rank = self.members[failed[0]]
-            raise RankError(f"rank {rank}{others} failed to {doing}: {failures[failed[0]]}", rank=rank)
-        return list(results)
+        """Does what ``decide`` does, and every rank returns the results of all. What each rank receives grows with the
+        number of the ranks, so this is for small results that every rank needs."""
+        return self.decide(action, lambda results: results, doing, interruptible=interruptible)
 
     def first(self, action: Callable[[], T], doing: str) -> T:
         """Runs ``action`` on rank 0 alone. Every rank returns its result or raises an error. Inside of ``undivided``,
         no rank raises Ctrl-C here, because a rank that has nothing to do would report a failure of what rank 0 has
         done."""
-        return cast("T", self.share(lambda: action() if self.rank == 0 else None, doing, interruptible=False)[0])
+        return self.decide(lambda: None, lambda _: action(), doing, interruptible=False)
 
     def agree(self, value: T, what: str) -> T:
         """Returns ``value`` if it is the same on every rank. Otherwise all ranks raise RankError."""
         check_equal(self.share(lambda: value, f"agree on {what}"), what)
         return value
+
+    def decide(
+        self, action: Callable[[], T], decide: Callable[[list[T]], D], doing: str, *, interruptible: bool = True
+    ) -> D:
+        """Runs ``action`` on every rank. If it succeeded on all ranks, rank 0 calls ``decide`` with the results of all,
+        and every rank returns what ``decide`` has returned. Raises the errors of ``together``. ``interruptible`` says
+        whether Ctrl-C is raised in the action inside of ``undivided``.
+
+        A result is a value that msgpack can carry: None, a bool, a number, a string, bytes, or a sequence or mapping of
+        these. Tuples come back as lists, even on the rank that returned them. A string may be a path whose bytes are
+        not UTF-8 (``os.fsdecode``). If the result is anything else, the action has failed on this rank. All this holds
+        for what ``decide`` returns, too.
+
+        If everything that can fail is in the actions of successive calls, all ranks leave at the same call.
+        """
+        return cast("D", self._step(action, lambda results: (_pack(decide(results)), {}), doing, interruptible))
+
+    def decide_each(
+        self,
+        action: Callable[[], T],
+        decide: Callable[[list[T]], Sequence[D]],
+        doing: str,
+        *,
+        interruptible: bool = True,
+    ) -> D:
+        """Does what ``decide`` does. But ``decide`` returns a value for each rank, and a rank gets only its own one."""
+
+        def each(results: list[T]) -> tuple[bytes, dict[int, bytes]]:
+            return b"", dict(enumerate(map(_pack, decide(results))))
+
+        return cast("D", self._step(action, each, doing, interruptible))
+
+    def _step(
+        self,
+        action: Callable[[], Any],
+        decide: Callable[[list[Any]], tuple[bytes, Mapping[int, bytes]]],
+        doing: str,
+        interruptible: bool,
+    ) -> Any:
+        """Does the work of ``decide`` and ``decide_each``. ``decide`` returns the packed value for all ranks, or one
+        for each rank."""
+
+        def run() -> bytes:
+            with self.interruptible() if interruptible else nullcontext():
+                packed = _pack(action())
+            _unpack(packed)  # a result that cannot be sent is an error of this rank
+            return packed
+
+        def answer(results: Mapping[int, bytes]) -> Answer:
+            return Answer(*decide([_unpack(results[rank]) for rank in range(self.size)]))
+
+        group = self._group
+        if group is None:
+            told = answer({0: run()})
+        else:
+            with group.lives.shown(doing, self._call):
+                told = self._told(group, run, answer, doing)
+        return _unpack(told.each.get(self.rank, told.common))
+
+    def _told(
+        self, group: Group, action: Callable[[], bytes], answer: Callable[[Mapping[int, bytes]], Answer], doing: str
+    ) -> Answer:
+        """Runs the action of a step, and tells the other ranks. Returns the answer of rank 0."""
+        error: BaseException | None = None
+        step = f"{self._call}, to {doing}"
+        try:
+            own = Report(step, {self.rank: action()})
+        except BaseException as caught:  # raised again below, once the other ranks know
+            error, own = caught, Report(step, failure=(self.rank, _said(caught)), failures=1)
+        below = children(self.rank, self.size)
+
+        def exchange() -> Answer:
+            nonlocal error
+            reports = [Report(*_unpack(message)) for message in group.collect()]
+            report = joined(own, [*zip(below, reports, strict=True)])
+            if self.rank:
+                told = Answer(*_unpack(group.ask(_pack(report))))
+            elif report.failures or report.other:
+                told = Answer(report=report._replace(results={}))
+            else:
+                try:
+                    told = answer(report.results)
+                except BaseException as caught:
+                    error = caught
+                    told = Answer(report=Report(step, failure=(0, _said(caught)), failures=1))
+            group.answer([*map(_pack, for_branches(told, self.rank, below))])
+            return told
+
+        try:
+            told = self._waiting(group, doing, exchange)
+        except RankError as lost:
+            raise error or lost from None
+        if error is not None:
+            raise error
+        if told.report is not None:
+            raise self._error(Report(*told.report), doing)
+        return told
+
+    def _error(self, report: Report, doing: str) -> RankError:
+        if report.other is not None:
+            other, step = report.other
+            return RankError(
+                "the ranks have different calls under way (every rank must make the same calls of zckpt): "
+                f"{report.step!r} on rank 0, {step!r} on rank {other}",
+                rank=other,
+            )
+        assert report.failure is not None, "a step has failed"
+        number, said = report.failure
+        others = f" (and {report.failures - 1} more ranks)" if report.failures > 1 else ""
+        rank = self.members[number]
+        return RankError(f"rank {rank}{others} failed to {doing}: {said}", rank=rank)
 
 
 def _pack(value: object) -> bytes:

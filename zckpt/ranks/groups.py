@@ -7,18 +7,23 @@ import os
 import sys
 from collections import deque
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from zckpt.errors import OPEN_FILES_HINT, RankError
 from zckpt.ranks.collectives import job
+from zckpt.ranks.family import Family
 from zckpt.ranks.heartbeat import PERIOD_SECONDS, Lives, meet, timeout_seconds
+from zckpt.ranks.tree import children, family, parent
 from zckpt.system.threads import Watcher
 
 if TYPE_CHECKING:
     import threading
+    from collections.abc import Callable, Sequence
 
+    import torch
     from torch._C._distributed_c10d import Store
 
 if sys.platform != "win32":  # Windows has no such limits
@@ -48,19 +53,56 @@ default process group of the job for which it was made."""
 
 
 class Group:
-    """A group of gloo, in which one thread at a time exchanges messages. The engine's own group may be one of NCCL,
-    which cannot send host memory. torch.distributed does not know this group, because it names groups by counting them,
-    and ranks may have made different numbers of groups."""
+    """The groups of gloo in which a rank exchanges messages with its parent and its children (``tree``), in one thread
+    at a time. The engine's own group may be one of NCCL, which cannot send host memory. torch.distributed does not know
+    these groups, because it names groups by counting them, and ranks may have made different numbers of groups.
 
-    def __init__(self, gloo: dist.ProcessGroupGloo, addresses: _Addresses, lives: Lives) -> None:
-        self.gloo, self.lives = gloo, lives
+    ``connect`` makes a group of gloo of these ranks, which all of them call at the same time."""
+
+    def __init__(
+        self, rank: int, size: int, connect: Callable[[Sequence[int]], tuple[Any, _Addresses]], lives: Lives
+    ) -> None:
+        self.lives, self._connect, self._all = lives, connect, range(size)
         self.closed = False
-        self._addresses = addresses  # With TORCH_GLOO_LAZY_INIT=1, gloo connects only when a message is sent.
+        self._gloo: dict[tuple[int, int], tuple[Any, _Addresses]] = {}
+        """The groups of gloo, by the first rank of each and the number of its ranks. With TORCH_GLOO_LAZY_INIT=1, gloo
+        connects only when a message is sent, and needs the addresses then."""
         self._works: deque[dist.Work] = deque(maxlen=2)
         """The last exchanges. A thread of gloo gives up its reference to an exchange some time after its end. If that
         were the last one, this thread would need the interpreter to free the tensors. If the interpreter is ending at
         that moment, Python ends the thread inside of C++ code, which aborts the process ("terminate called without an
         active exception")."""
+
+        self._above = Family(self._group(family(parent(rank), size)), self.wait) if rank else None
+        self._below = Family(self._group(family(rank, size)), self.wait) if children(rank, size) else None
+
+    def collect(self) -> list[bytes]:
+        """Returns what the children of this rank ask."""
+        return self._below.collect() if self._below else []
+
+    def answer(self, messages: Sequence[bytes]) -> None:
+        """Answers each child of this rank."""
+        if self._below:
+            self._below.answer(messages)
+
+    def ask(self, message: bytes) -> bytes:
+        """Asks the parent of this rank, and returns its answer."""
+        assert self._above is not None, "rank 0 has no parent"
+        return self._above.ask(message)
+
+    def exchange(
+        self, sent: torch.Tensor, sent_bytes: Sequence[int], received: torch.Tensor, received_bytes: Sequence[int]
+    ) -> None:
+        """Does what ``Ranks.exchange`` does."""
+        gloo = self._group(self._all)
+        self.wait(gloo.alltoall_base(received, sent, [*received_bytes], [*sent_bytes]))
+
+    def _group(self, ranks: Sequence[int]) -> Any:
+        """Returns the group of gloo of these ranks, which is made once."""
+        key = ranks[0], len(ranks)
+        if key not in self._gloo:
+            self._gloo[key] = self._connect(ranks)
+        return self._gloo[key][0]
 
     def wait(self, work: dist.Work) -> None:
         """Waits until ``work`` has ended, and looks in between whether all ranks are alive. Raises RankError."""
@@ -85,7 +127,9 @@ class Group:
             # A thread of gloo may wait for a lost rank until this process ends. To destroy the group would wait for it.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
         else:
-            del self.gloo  # This waits until no thread of gloo has a reference to the exchanges any more.
+            # This waits until no thread of gloo has a reference to the exchanges any more.
+            self._above = self._below = None
+            self._gloo.clear()
             self._works.clear()
 
 
@@ -120,7 +164,8 @@ def group_of(members: tuple[int, ...], rank: int, channel: str, call: str) -> Gr
         lives = Lives(store, name, rank, members)
         try:
             with lives.shown("connect", call), lives.waiting():
-                group = _connected(store, name, rank, members, lives)
+                connect = partial(_connected, store, f"zckpt/{name}/gloo", rank, members, lives)
+                group = Group(rank, len(members), connect, lives)
         except BaseException:
             lives.close()
             raise
@@ -155,20 +200,24 @@ class _Addresses(dist.Store if dist.is_available() else object):  # type: ignore
             pause = min(2 * pause, PERIOD_SECONDS / 4)
 
 
-def _connected(store: Store, name: str, rank: int, members: tuple[int, ...], lives: Lives) -> Group:
-    """Makes a new group. A thread makes it, so that nobody has to wait for a rank that cannot connect."""
-    made: list[Group] = []
+def _connected(
+    store: Store, name: str, rank: int, members: tuple[int, ...], lives: Lives, ranks: Sequence[int]
+) -> tuple[dist.ProcessGroupGloo, _Addresses]:
+    """Returns a new group of gloo. A thread makes it, so that nobody has to wait for a rank that cannot connect.
+    ``ranks``: the ranks of the group, by their numbers among the ``members``."""
+    made: list[tuple[dist.ProcessGroupGloo, _Addresses]] = []
     errors: list[Exception] = []
 
     def connect() -> None:
         try:
             # While a thread waits on a store, no other thread can use it.
             own_store = store.clone() if hasattr(store, "clone") else store
-            prefix = dist.distributed_c10d.PrefixStore(f"zckpt/{name}/gloo", own_store)
+            prefix = dist.distributed_c10d.PrefixStore(f"{name}/{ranks[0]}-{len(ranks)}", own_store)
             addresses = _Addresses(prefix, watcher.closed)
-            gloo = dist.ProcessGroupGloo(addresses, rank, len(members), timedelta(seconds=timeout_seconds()))
+            timeout = timedelta(seconds=timeout_seconds())
+            gloo = dist.ProcessGroupGloo(addresses, ranks.index(rank), len(ranks), timeout)
             gloo._set_default_timeout(_FOREVER)
-            made.append(Group(gloo, addresses, lives))
+            made.append((gloo, addresses))
         except Exception as error:  # raised again below
             errors.append(error)
 

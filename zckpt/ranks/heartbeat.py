@@ -1,8 +1,8 @@
 """Signs of life: they tell which rank goes on, and which rank has died or hangs.
 
 Every rank that is inside a call of zckpt keeps an entry in the store of the job. The entry says that the rank is
-inside, and how many steps it has taken. While rank 0 waits for the other ranks, it watches all of them, and they watch
-rank 0. So at least one rank sees which rank takes no more steps, and tells the others.
+inside, and how many steps it has taken. While a rank waits for other ranks, it watches those to which it is connected
+(``tree``). So at least one rank sees which rank takes no more steps, and tells the others.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from zckpt.errors import RankError, first_few
+from zckpt.ranks.tree import children, neighbors
 from zckpt.system.threads import Watcher
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ WAITING_SECONDS = 60
 """If a rank has not come, or has taken no step, for this many seconds, one of the waiting ranks prints a message."""
 
 FIRST_FEW = 8
-"""A message about late ranks names at most this many of them. Only a rank with a lower number than this prints it."""
+"""A message about late ranks names at most this many of them."""
 
 GRACE_SECONDS = 5
 """The other ranks wait this many seconds longer than rank 0, because rank 0 tells them which rank is missing."""
@@ -44,6 +45,8 @@ LOST_PERIODS = 3
 DOUBT_PERIODS = 10
 """As long as several ranks seem to have died, there is another look after each period, up to this many. A machine may
 be so busy that a rank which is alive shows nothing for a while."""
+
+_STORE_IS_GONE = "has died, or the process that holds the job's store has died"
 
 _steps = 0
 
@@ -69,7 +72,7 @@ def _using_the_store() -> Iterator[None]:
     except RankError:
         raise
     except RuntimeError as error:
-        raise RankError("rank 0 has died, or the process that holds the job's store has died", rank=0) from error
+        raise RankError(f"rank 0 {_STORE_IS_GONE}", rank=0) from error
 
 
 def meet(store: Store, about: str, rank: int, members: Sequence[int], call: str) -> str:
@@ -165,7 +168,7 @@ class Lives:
         self.period = min(PERIOD_SECONDS, self._timeout / 4)
         self._keys = [f"zckpt/{name}/{other}" for other in range(len(members))]
         self._verdict_key = f"zckpt/{name}/gone"
-        self._watched = [0] if rank else range(1, len(members))
+        self._watched = neighbors(rank, len(members))
         self._beats = 0
         self._waits = False
         self._said = False
@@ -174,6 +177,8 @@ class Lives:
         self._call = ""
         self._heard: dict[int, tuple[str, float]] = {}
         """The last number of steps of each rank that is watched, and when it was first seen."""
+        self._looked = 0.0
+        """When the entries were read the last time."""
         self._verdict: tuple[int, str] | None = None
         self._doing: str | None = None
         """What this rank is doing, or None outside of a call of zckpt."""
@@ -182,15 +187,16 @@ class Lives:
         self._lock = threading.Lock()
         with _using_the_store():
             self._show()
-            self._await_all()
+            self._await_neighbors()
         self._watcher = Watcher(self._exchange, "zckpt-life")
         self._watcher.start()
 
-    def _await_all(self) -> None:
-        if not _await(self._store, self._keys, self._timeout):
-            for rank, key in zip(self._members, self._keys, strict=True):
-                if not self._store.check([key]):
-                    raise RankError(f"rank {rank} has not come for {self._timeout} s", rank=rank)
+    def _await_neighbors(self) -> None:
+        if not _await(self._store, [self._keys[rank] for rank in self._watched], self._timeout):
+            for rank in self._watched:
+                if not self._store.check([self._keys[rank]]):
+                    number = self._members[rank]
+                    raise RankError(f"rank {number} has not come for {self._timeout} s", rank=number)
 
     @contextmanager
     def shown(self, doing: str, call: str) -> Iterator[None]:
@@ -237,7 +243,7 @@ class Lives:
                     if self._waits and not self._said:
                         self._say_who_is_late()
         except RuntimeError:
-            return  # The store and the process that holds it are gone. The watched ranks count as silent from now on.
+            self._verdict = self._verdict or (0, _STORE_IS_GONE)
 
     def close(self) -> None:
         """Ends the thread, and waits for its end, but no longer than a period. It has to be called when the group is
@@ -247,15 +253,18 @@ class Lives:
     def _show(self) -> None:
         self._store.set(self._keys[self._rank], f"{int(self._here)} {self._beats} {_steps}")
 
-    def _entry(self, rank: int) -> list[str]:
-        entry: bytes = self._store.get(self._keys[rank])
-        return entry.decode().split()
+    def _entries(self, ranks: Sequence[int]) -> dict[int, list[str]]:
+        """Returns the entries of these ranks, with one question to the store if it can answer several at once."""
+        keys = [self._keys[rank] for rank in ranks]
+        at_once = self._store.has_extended_api()  # type: ignore[attr-defined]
+        entries = self._store.multi_get(keys) if at_once else map(self._store.get, keys)
+        return {rank: entry.decode().split() for rank, entry in zip(ranks, entries, strict=True)}
 
     def _look(self) -> None:
-        for rank in self._watched:
-            steps = self._entry(rank)[2]
+        for rank, (_, _, steps) in self._entries(self._watched).items():
             if steps != self._heard[rank][0]:
                 self._heard[rank] = (steps, time.monotonic())
+        self._looked = time.monotonic()
         if self._store.check([self._verdict_key]):
             gone, _, why = self._store.get(self._verdict_key).decode().partition(" ")
             self._verdict = int(gone), why
@@ -265,9 +274,17 @@ class Lives:
         late = [rank for rank, (_, heard) in self._heard.items() if heard < since]
         if late and self._waits_since < since:
             self._said = True
-            if _is_to_say(self._rank, lambda other: self._entry(other)[0] == "1"):
+            if self._is_to_say(late):
                 names = [self._members[rank] for rank in late]
                 _say_late(self._members[self._rank], names, self._call, self._doing or "go on", self._timeout)
+
+    def _is_to_say(self, late: Sequence[int]) -> bool:
+        """Returns whether this rank prints the message about these ranks. The parent of late ranks prints it. If a
+        parent is late, its first child that is present does."""
+        if late[-1] > self._rank:
+            return True
+        siblings = children(late[0], self._rank)
+        return all(entry[0] == "0" for entry in self._entries(siblings).values())
 
     def check(self) -> None:
         """Raises RankError if a watched rank has shown no sign of life for too long, or if another rank says so about
@@ -276,10 +293,10 @@ class Lives:
             since = time.monotonic() - self._timeout
             silent = [rank for rank, (_, heard) in self._heard.items() if heard < since]
             if silent:
-                # The process of rank 0 may have the store, so the store may be gone too. Every rank watches rank 0
-                # itself.
                 why = f"has shown no sign of life for {self._timeout} s (ZCKPT_RANK_TIMEOUT)"
-                self._give_up(silent[0], why, tell=silent[0] != 0)
+                # The process of rank 0 may have the store. Then the store hangs with it, and nobody else can be seen.
+                gone = silent[0] if self._looked > time.monotonic() - self._timeout / 2 else 0
+                self._give_up(gone, why, tell=gone != 0)
         if self._verdict is not None:
             rank, why = self._members[self._verdict[0]], self._verdict[1]
             raise RankError(f"rank {rank} {why}; the ranks were to {self._doing or 'begin'}", rank=rank)
@@ -288,7 +305,7 @@ class Lives:
         """Returns the error for a lost connection to another rank. It names the rank if that can be found out."""
         try:
             with _using_the_store():
-                before = {rank: self._entry(rank) for rank in range(len(self._keys)) if rank != self._rank}
+                before = self._entries([rank for rank in range(len(self._keys)) if rank != self._rank])
                 silent = [rank for rank, entry in before.items() if entry[0] == "1"]
                 for period in range(DOUBT_PERIODS):
                     if period >= LOST_PERIODS and len(silent) < 2:
@@ -296,7 +313,7 @@ class Lives:
                     time.sleep(self.period)
                     self._look()
                     self.check()
-                    silent = [rank for rank in silent if self._entry(rank) == before[rank]]
+                    silent = [rank for rank, entry in self._entries(silent).items() if entry == before[rank]]
                 if silent:
                     self._give_up(silent[0], "has died", tell=True)
                     self.check()

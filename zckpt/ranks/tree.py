@@ -1,0 +1,85 @@
+"""The tree along which the ranks of a group exchange messages, and the messages of one step. With a tree, a rank has
+few connections, however many ranks there are. Rank 0 is the root."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+FAN_OUT = 32
+"""The largest number of children of a rank."""
+
+
+def parent(rank: int) -> int:
+    """Returns the parent of a rank other than 0."""
+    return (rank - 1) // FAN_OUT
+
+
+def children(rank: int, size: int) -> range:
+    """Returns the children of a rank in a group of ``size`` ranks."""
+    first = rank * FAN_OUT + 1
+    return range(min(first, size), min(first + FAN_OUT, size))
+
+
+def family(rank: int, size: int) -> list[int]:
+    """Returns a rank and its children."""
+    return [rank, *children(rank, size)]
+
+
+def neighbors(rank: int, size: int) -> list[int]:
+    """Returns the ranks to which a rank is connected: its parent and its children."""
+    return [*([parent(rank)] if rank else ()), *children(rank, size)]
+
+
+class Report(NamedTuple):
+    """What a rank and all ranks below it tell their parent at the end of a step."""
+
+    step: str
+    """What the rank does, in words. All ranks have to do the same."""
+    results: Mapping[int, bytes] = {}
+    """The result of each rank, packed."""
+    other: tuple[int, str] | None = None
+    """A rank that does something else, and what it does."""
+    failure: tuple[int, str] | None = None
+    """The first rank that has failed, and its error in words."""
+    failures: int = 0
+    """How many ranks have failed."""
+
+
+def joined(own: Report, below: Sequence[tuple[int, Report]]) -> Report:
+    """Returns the report of a rank with those of its children, each of which has its number."""
+    others = ((child, report.step) if report.step != own.step else report.other for child, report in below)
+    reports = [own, *(report for _, report in below)]
+    return Report(
+        own.step,
+        {rank: result for report in reports for rank, result in report.results.items()},
+        next(filter(None, others), None),
+        min(filter(None, (report.failure for report in reports)), default=None, key=lambda failure: failure[0]),
+        sum(report.failures for report in reports),
+    )
+
+
+class Answer(NamedTuple):
+    """What rank 0 answers to all ranks at the end of a step."""
+
+    common: bytes = b""
+    """The packed value for all ranks, unless each has one of its own."""
+    each: Mapping[int, bytes] = {}
+    """The packed value for each rank."""
+    report: Report | None = None
+    """The report of all ranks, if a rank has failed or does something else."""
+
+
+def for_branches(answer: Answer, rank: int, children: Sequence[int]) -> list[Answer]:
+    """Returns what ``rank`` passes on to each of its children: only the values for the child and for the ranks below
+    it."""
+    each: dict[int, dict[int, bytes]] = {child: {} for child in children}
+    for other, value in answer.each.items():
+        below = other
+        while below > rank and parent(below) != rank:
+            below = parent(below)
+        if below > rank:
+            each[below][other] = value
+    return [answer._replace(each=each[child]) for child in children]
