@@ -193,11 +193,14 @@ def act_in_a_tree(directory: str, who: int, how: str) -> tuple[str, int | None]:
         return act_once(directory, who, how)
 
 
-TREE = [(1, "die"), (6, "die"), *(pytest.param(who, how, marks=pytest.mark.matrix) for who, how in [(0, "die"), (0, "stop"), (2, "hang"), (5, "stop")])]  # fmt: skip
+TREE = [(1, "die"), (6, "die")]
+MORE_OF_TREE = [(0, "die"), (0, "stop"), (2, "hang"), (5, "stop")]
 """Rank 1 has the children 3 and 4, and rank 6 is a child of rank 2."""
 
 
-@pytest.mark.parametrize(("who", "how"), TREE)
+@pytest.mark.parametrize(
+    ("who", "how"), [*TREE, *(pytest.param(*case, marks=pytest.mark.matrix) for case in MORE_OF_TREE)]
+)
 def test_a_rank_of_a_tree_that_is_gone_is_named_by_every_other_rank(
     cluster: Cluster, tmp_path: Path, who: int, how: str
 ) -> None:
@@ -206,8 +209,12 @@ def test_a_rank_of_a_tree_that_is_gone_is_named_by_every_other_rank(
     assert named == [None if rank == who else who for rank in range(7)], outcomes
 
 
-def repeated(count: int, values: list[int]) -> list[list[int]]:
-    return [[value] * count for value in values]
+def repeated(count: int, values: list[int]) -> tuple[str, dict[int, list[int]]]:
+    return "common", {value: [value] * count for value in values if value}
+
+
+def refuse(_: object) -> None:
+    raise zckpt.StateError("a", key="b", hint="c")
 
 
 def share_in_a_tree(fan_out: int) -> list[Any]:
@@ -221,10 +228,13 @@ def share_in_a_tree(fan_out: int) -> list[Any]:
             assert all({*value} <= {rank} for rank, value in enumerate(values))
             results.append(ranks.decide(lambda: ranks.rank, sum, "add"))
             results.append(ranks.decide_each(lambda: ranks.rank, partial(repeated, nbytes), "tell"))
+            with pytest.raises(zckpt.StateError, match=r"a \(key b\)\n  c") as same:
+                ranks.decide(int, refuse, "refuse")
+            assert same.value.key == "b"
         with pytest.raises((zckpt.RankError, ZeroDivisionError)) as failed:
-            ranks.decide(lambda: 0, lambda values: 1 // values[5], "divide")
+            ranks.decide(int, lambda values: 1 // sum(values), "divide")
         with pytest.raises((zckpt.RankError, KeyError)) as others:
-            ranks.together(lambda: {}[0] if ranks.rank in (3, 5) else None, "look")
+            ranks.together(lambda: os.environ["nothing" if ranks.rank in (3, 5) else "RANK"], "look")
         with pytest.raises(zckpt.RankError, match=r"to come' on rank 0, 'the same function, to go' on rank 5"):
             ranks.together(lambda: None, "go" if ranks.rank == 5 else "come")
     return [results, *(f"{type(caught.value).__name__}: {caught.value}" for caught in (failed, others))]
@@ -236,7 +246,7 @@ def test_ranks_of_a_tree_share_values(cluster: Cluster, fan_out: int) -> None:
         assert results == [
             result
             for nbytes in (1, 900, 5000)
-            for result in ([nbytes * (n % 3) for n in range(7)], 21, [rank] * nbytes)
+            for result in ([nbytes * (n % 3) for n in range(7)], 21, ("common", [rank] * nbytes if rank else None))
         ]
         assert failed.startswith("RankError: rank 0 failed to divide: Zero" if rank else "ZeroDivisionError")
         assert others.startswith(

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import msgpack
 
-from zckpt.errors import RankError
+from zckpt import errors
+from zckpt.errors import RankError, ZckptError
 from zckpt.ranks.interrupts import Interrupts
 from zckpt.ranks.tree import Answer, Report, children, for_branches, joined
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 D = TypeVar("D")
+E = TypeVar("E")
 
 CALLS, BACKGROUND, UPLOADS, FILES = "calls", "background", "uploads", "files"
 """The channels of messages between ranks. Each has a group of its own."""
@@ -168,19 +170,25 @@ class Ranks:
         """Runs ``action`` on rank 0 alone. Every rank returns its result or raises an error. Inside of ``undivided``,
         no rank raises Ctrl-C here, because a rank that has nothing to do would report a failure of what rank 0 has
         done."""
-        return self.decide(lambda: None, lambda _: action(), doing, interruptible=False)
+        return self.decide(
+            lambda: action() if self.rank == 0 else None,
+            lambda results: cast("T", results[0]),
+            doing,
+            interruptible=False,
+        )
 
     def agree(self, value: T, what: str) -> T:
         """Returns ``value`` if it is the same on every rank. Otherwise all ranks raise RankError."""
-        check_equal(self.share(lambda: value, f"agree on {what}"), what)
+        self.decide(lambda: value, lambda values: check_equal(values, what), f"agree on {what}")
         return value
 
     def decide(
         self, action: Callable[[], T], decide: Callable[[list[T]], D], doing: str, *, interruptible: bool = True
     ) -> D:
         """Runs ``action`` on every rank. If it succeeded on all ranks, rank 0 calls ``decide`` with the results of all,
-        and every rank returns what ``decide`` has returned. Raises the errors of ``together``. ``interruptible`` says
-        whether Ctrl-C is raised in the action inside of ``undivided``.
+        and every rank returns what ``decide`` has returned. Raises the errors of ``together``. A ZckptError of
+        ``decide`` is about all ranks, so every rank raises it. ``interruptible`` says whether Ctrl-C is raised in the
+        action inside of ``undivided``.
 
         A result is a value that msgpack can carry: None, a bool, a number, a string, bytes, or a sequence or mapping of
         these. Tuples come back as lists, even on the rank that returned them. A string may be a path whose bytes are
@@ -189,22 +197,27 @@ class Ranks:
 
         If everything that can fail is in the actions of successive calls, all ranks leave at the same call.
         """
-        return cast("D", self._step(action, lambda results: (_pack(decide(results)), {}), doing, interruptible))
+        told = self._step(action, lambda results: (_pack(decide(results)), {}), doing, interruptible)
+        return cast("D", _unpack(told.common))
 
     def decide_each(
         self,
         action: Callable[[], T],
-        decide: Callable[[list[T]], Sequence[D]],
+        decide: Callable[[list[T]], tuple[D, Mapping[int, E]]],
         doing: str,
         *,
         interruptible: bool = True,
-    ) -> D:
-        """Does what ``decide`` does. But ``decide`` returns a value for each rank, and a rank gets only its own one."""
+    ) -> tuple[D, E | None]:
+        """Does what ``decide`` does. But ``decide`` returns a value for all ranks and one for each rank, by its number.
+        Returns the first one and that of this rank, which is None if there is none for it."""
 
-        def each(results: list[T]) -> tuple[bytes, dict[int, bytes]]:
-            return b"", dict(enumerate(map(_pack, decide(results))))
+        def answer(results: list[T]) -> tuple[bytes, dict[int, bytes]]:
+            common, each = decide(results)
+            return _pack(common), {rank: _pack(own) for rank, own in each.items()}
 
-        return cast("D", self._step(action, each, doing, interruptible))
+        told = self._step(action, answer, doing, interruptible)
+        own = told.each.get(self.rank)
+        return _unpack(told.common), None if own is None else _unpack(own)
 
     def _step(
         self,
@@ -212,8 +225,8 @@ class Ranks:
         decide: Callable[[list[Any]], tuple[bytes, Mapping[int, bytes]]],
         doing: str,
         interruptible: bool,
-    ) -> Any:
-        """Does the work of ``decide`` and ``decide_each``. ``decide`` returns the packed value for all ranks, or one
+    ) -> Answer:
+        """Does the work of ``decide`` and ``decide_each``. ``decide`` returns the packed value for all ranks, and those
         for each rank."""
 
         def run() -> bytes:
@@ -227,11 +240,9 @@ class Ranks:
 
         group = self._group
         if group is None:
-            told = answer({0: run()})
-        else:
-            with group.lives.shown(doing, self._call):
-                told = self._told(group, run, answer, doing)
-        return _unpack(told.each.get(self.rank, told.common))
+            return answer({0: run()})
+        with group.lives.shown(doing, self._call):
+            return self._told(group, run, answer, doing)
 
     def _told(
         self, group: Group, action: Callable[[], bytes], answer: Callable[[Mapping[int, bytes]], Answer], doing: str
@@ -258,7 +269,7 @@ class Ranks:
                     told = answer(report.results)
                 except BaseException as caught:
                     error = caught
-                    told = Answer(report=Report(step, failure=(0, _said(caught)), failures=1))
+                    told = Answer(report=Report(step, failure=(0, _said(caught)), failures=1, error=_described(caught)))
             group.answer([*map(_pack, for_branches(told, self.rank, below))])
             return told
 
@@ -272,7 +283,11 @@ class Ranks:
             raise self._error(Report(*told.report), doing)
         return told
 
-    def _error(self, report: Report, doing: str) -> RankError:
+    def _error(self, report: Report, doing: str) -> ZckptError:
+        if report.error is not None:
+            name, message, facts = report.error
+            error: ZckptError = getattr(errors, name)(message, **facts)
+            return error
         if report.other is not None:
             other, step = report.other
             return RankError(
@@ -304,6 +319,17 @@ def _said(error: BaseException) -> str:
     except Exception as why:
         text = f"it has no text, for {type(why).__name__} was raised"
     return f"{type(error).__name__}: {text}".encode(errors="backslashreplace").decode()
+
+
+def _described(error: BaseException) -> tuple[str, str, dict[str, Any]] | None:
+    """Returns what another rank needs to make an equal error, or None if it is not one of zckpt."""
+    if not isinstance(error, ZckptError):
+        return None
+    return (
+        type(error).__name__,
+        error.message,
+        {name: getattr(error, name) for name in ZckptError.__annotations__ if name != "message"},
+    )
 
 
 def check_equal(values: Sequence[object], what: str) -> None:

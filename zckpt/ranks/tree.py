@@ -3,7 +3,7 @@ few connections, however many ranks there are. Rank 0 is the root."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -46,6 +46,8 @@ class Report(NamedTuple):
     """The first rank that has failed, and its error in words."""
     failures: int = 0
     """How many ranks have failed."""
+    error: tuple[str, str, dict[str, Any]] | None = None
+    """The class of the error that all ranks raise, its message and its attributes, if what rank 0 decides is one."""
 
 
 def joined(own: Report, below: Sequence[tuple[int, Report]]) -> Report:
@@ -65,9 +67,9 @@ class Answer(NamedTuple):
     """What rank 0 answers to all ranks at the end of a step."""
 
     common: bytes = b""
-    """The packed value for all ranks, unless each has one of its own."""
+    """The packed value for all ranks."""
     each: Mapping[int, bytes] = {}
-    """The packed value for each rank."""
+    """The packed values for single ranks."""
     report: Report | None = None
     """The report of all ranks, if a rank has failed or does something else."""
 
