@@ -213,7 +213,15 @@ def repeated(count: int, values: list[int]) -> tuple[str, dict[int, list[int]]]:
     return "common", {value: [value] * count for value in values if value}
 
 
-def refuse(_: object) -> None:
+def total(values: list[int]) -> int:
+    return sum(values)
+
+
+def divide(values: list[int]) -> int:
+    return 1 // sum(values)
+
+
+def refuse(_: list[int]) -> None:
     raise zckpt.StateError("a", key="b", hint="c")
 
 
@@ -223,16 +231,17 @@ def share_in_a_tree(fan_out: int) -> list[Any]:
     with mock.patch.object(tree, "FAN_OUT", fan_out):
         ranks = Ranks()
         for nbytes in (1, 900, 5000):
-            values = ranks.share(lambda nbytes=nbytes: bytes([ranks.rank]) * nbytes * (ranks.rank % 3), "share")
+            own = bytes([ranks.rank]) * nbytes * (ranks.rank % 3)
+            values = ranks.share(partial(bytes, own), "share")
             results.append([len(value) for value in values])
             assert all({*value} <= {rank} for rank, value in enumerate(values))
-            results.append(ranks.decide(lambda: ranks.rank, sum, "add"))
+            results.append(ranks.decide(partial(int, ranks.rank), total, "add"))
             results.append(ranks.decide_each(lambda: ranks.rank, partial(repeated, nbytes), "tell"))
             with pytest.raises(zckpt.StateError, match=r"a \(key b\)\n  c") as same:
                 ranks.decide(int, refuse, "refuse")
             assert same.value.key == "b"
         with pytest.raises((zckpt.RankError, ZeroDivisionError)) as failed:
-            ranks.decide(int, lambda values: 1 // sum(values), "divide")
+            ranks.decide(int, divide, "divide")
         with pytest.raises((zckpt.RankError, KeyError)) as others:
             ranks.together(lambda: os.environ["nothing" if ranks.rank in (3, 5) else "RANK"], "look")
         with pytest.raises(zckpt.RankError, match=r"to come' on rank 0, 'the same function, to go' on rank 5"):

@@ -246,7 +246,7 @@ def restore_engine(engine: object, path: Place, request: Request) -> tuple[Resto
 
     # Each step below runs on all ranks. Nothing between two steps can fail, or one rank would leave the others waiting.
     with ranks.undivided(), ExitStack() as exchange:
-        check_arguments(ranks.share(arguments, "prepare the restore"))
+        ranks.decide(arguments, check_arguments, "prepare the restore")
         opened: Callable[[], tuple[Store, Contents]]
         if isinstance(path, (str, os.PathLike)):
             spread, opened = find_spread(path, ranks)
@@ -262,11 +262,10 @@ def restore_engine(engine: object, path: Place, request: Request) -> tuple[Resto
                     )
                 path = Chosen(*found)
             opened = path.opened
-        problems, save_ids = zip(*ranks.share(prepare, "prepare the restore"), strict=True)
+        first, first_equal = ranks.decide_each(prepare, _compare, "prepare the restore")
         (plan,) = plans
-        if any(problems):
-            raise _mismatch(plan, problems, ranks)
-        check_equal(save_ids, "checkpoints")
+        if first is not None:
+            raise _mismatch(plan, first, first_equal, ranks)
         kept = {fragment.key for fragment in plan.match.wanted} - {fragment.key for fragment in plan.match.filled}
         bring_back_to_restore(engine, kept, ranks, request.budget)
         rank_of_writer = ranks.rank if plan.checkpoint.world_size == ranks.size else None
@@ -351,22 +350,33 @@ def _plan(engine: object, opened: Callable[[], tuple[Store, Contents]], request:
     return plan
 
 
-def _mismatch(plan: RestorePlan, problems: Sequence[str], ranks: Ranks) -> Exception:
-    """Returns the error that this rank raises if any rank has found problems. ``problems``: for each rank, a text with
-    its problems. If several ranks have the same problems, the first of them lists them, and the others only name that
-    rank. Otherwise a thousand ranks would print the same list a thousand times."""
-    problems_of_rank = problems[ranks.rank]
+def _compare(reports: Sequence[Sequence[str]]) -> tuple[tuple[int, str] | None, dict[int, int]]:
+    """Compares what all ranks have found. Returns the first rank that has found problems, and its problems. For each
+    rank with problems, also returns the first rank that has the same ones. ``reports``: for each rank, a text with its
+    problems, and the save id of its checkpoint. Raises RankError if the ranks have different checkpoints."""
+    first: dict[str, int] = {}
+    for rank, (problems, _) in enumerate(reports):
+        if problems:
+            first.setdefault(problems, rank)
+    if not first:
+        check_equal([save_id for _, save_id in reports], "checkpoints")
+    equal = {rank: first[problems] for rank, (problems, _) in enumerate(reports) if problems}
+    return next(((rank, problems) for problems, rank in first.items()), None), equal
+
+
+def _mismatch(plan: RestorePlan, first: tuple[int, str], first_equal: int | None, ranks: Ranks) -> Exception:
+    """Returns the error that this rank raises if any rank has found problems. If several ranks have the same problems,
+    the first of them lists them, and the others only name that rank. Otherwise a thousand ranks would print the same
+    list a thousand times. ``first`` and ``first_equal``: what ``_compare`` has returned for all ranks and for this
+    one."""
     message = "the checkpoint does not fit the engine; nothing was changed"
-    if problems_of_rank and problems_of_rank not in problems[: ranks.rank]:
-        listed = problems_of_rank.replace("\n", "\n  ")
+    if first_equal == ranks.rank:
+        listed = "\n  ".join(plan.problems)
         return MismatchError(f"{message}:\n  {listed}", file=plan.checkpoint.path, rank=ranks.job_rank, hint=plan.hint)
-    if problems_of_rank:
-        first = problems.index(problems_of_rank)
-    else:
-        first = next(rank for rank, text in enumerate(problems) if text)
-    line = problems[first].partition("\n")[0].partition("; the first")[0]
-    message = f"{message}: {line}; rank {ranks.members[first]} lists all that differs"
-    error_class, rank = (MismatchError, ranks.job_rank) if problems_of_rank else (RankError, ranks.members[first])
+    lister, problems = first if first_equal is None else (first_equal, "\n".join(plan.problems))
+    line = problems.partition("\n")[0].partition("; the first")[0]
+    message = f"{message}: {line}; rank {ranks.members[lister]} lists all that differs"
+    error_class, rank = (RankError, ranks.members[lister]) if first_equal is None else (MismatchError, ranks.job_rank)
     return error_class(message, file=plan.checkpoint.path, rank=rank, hint=plan.hint)
 
 

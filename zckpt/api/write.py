@@ -223,15 +223,16 @@ def write_engine(engine: object, path: StrPath | None, options: WriteOptions) ->
         return facts
 
     with ranks.undivided():
-        facts = ranks.share(prepare, "prepare the write")
-        plans = ranks.share(lambda: prepared.plan(facts), "plan the write")
+        agreed, of_rank = ranks.decide_each(prepare, prepared.agree, "prepare the write")
+        prepared.find_machines(agreed, ranks)
+        _, described = ranks.decide_each(lambda: prepared.plan(agreed, of_rank), prepared.describe, "plan the write")
         # The ranks have agreed by now on whether they write in the background.
         writing_ranks = Ranks(group, channel=BACKGROUND, call="zckpt.write") if options.background else ranks
         if options.copy_to is not None:
             upload = _upload(prepared, Ranks(group, channel=UPLOADS, call="zckpt.write"), options.copy_to)
         finish = partial(_finish, prepared, writing_ranks, upload)
 
-        def begin() -> Space:
+        def begin() -> Space | None:
             nonlocal pending
             if options.background:
                 pending = PendingWrite(prepared.target, finish, writing_ranks)
@@ -239,9 +240,7 @@ def write_engine(engine: object, path: StrPath | None, options: WriteOptions) ->
             return prepared.begin(described)
 
         try:
-            seen = prepared.find_machines(ranks)
-            described, *_ = ranks.share(lambda: prepared.describe(plans, seen), "plan the write")
-            spaces = ranks.share(begin, "begin the write")
+            spaces = ranks.decide(begin, lambda spaces: {n: spaces[n] for n in prepared.leaders}, "begin the write")
             ranks.together(lambda: prepared.join(spaces), "begin the write")
             if pending is None:
                 finish(Snapshot())
@@ -290,12 +289,16 @@ def _finish(prepared: Preparation, ranks: Ranks, upload: Upload | None, snapshot
     rank, no file is left. All ranks call this, in the main thread or in the thread of a background write."""
     rank_write = prepared.write
     try:
-        digests = ranks.share(lambda: rank_write.write_data_files(snapshot), "write")
+        _, digests = ranks.decide_each(
+            lambda: rank_write.write_data_files(snapshot),
+            lambda all_of: (None, dict.fromkeys(prepared.leaders, all_of)),
+            "write",
+        )
         ranks.together(snapshot.check, "write")  # This rank may have been interrupted while it waited for the others.
         # Nothing is committed before all leaders have prepared, so no machine shows what another one will not show.
-        ranks.share(lambda: prepared.prepare_commit(digests), "commit", interruptible=False)
-        ranks.share(prepared.commit, "commit", interruptible=False)
-        ranks.share(prepared.finish, "commit", interruptible=False)
+        ranks.together(lambda: prepared.prepare_commit(digests), "commit", interruptible=False)
+        ranks.together(prepared.commit, "commit", interruptible=False)
+        ranks.together(prepared.finish, "commit", interruptible=False)
     except BaseException:
         _give_up(prepared, upload)
         raise

@@ -4,6 +4,7 @@ files."""
 from __future__ import annotations
 
 import platform
+from collections import Counter
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -30,7 +31,6 @@ from zckpt.state.lineage import Lineage
 from zckpt.storage.location import Location
 from zckpt.storage.lock import WriteLock
 from zckpt.storage.schemes import open_store
-from zckpt.storage.space import Space
 from zckpt.system import linux
 from zckpt.system.available import available_bytes
 from zckpt.transfer.budget import Budget
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from zckpt.state.inventory import Fragment
     from zckpt.storage.contract import Store
     from zckpt.storage.location import StrPath
+    from zckpt.storage.space import Space
     from zckpt.writing.options import WriteOptions
 
 SHOWN_MAX = 5
@@ -58,7 +59,7 @@ LEFT_OUT = "these values are left out of the checkpoints of this engine, because
 
 
 class Facts(NamedTuple):
-    """The values that a rank tells all other ranks before they plan."""
+    """The values that a rank tells rank 0 before the ranks plan."""
 
     arguments: Mapping[str, object]
     """The arguments that have to be the same on every rank."""
@@ -73,23 +74,42 @@ class Facts(NamedTuple):
     to_join: bytes
     """What ``packed_for_joining`` has returned, if the names of the tensors differ between ranks. Otherwise it is
     empty."""
-    save_id: str
-    """The save id of the write. Only rank 0 tells it."""
-    earlier: str
-    """The path of the checkpoint whose unchanged data files are shared, or an empty text if there is none. Only rank 0
-    tells it."""
     run_id: str
     """The identity of the run that the engine belongs to on this rank, or an empty text if it has none yet."""
-    run_id_of_write: str
-    """The identity of the run that the checkpoint belongs to. Only rank 0 tells it."""
     sample: Mapping[str, bytes]
     """The digests of what ``EngineAdapter.sample`` has returned. Empty values are left out."""
     replicas: Sequence[tuple[bytes, bytes]]
     """For each set of replicas of which the rank holds one, the digests of its layout and of its values."""
 
 
+class Agreed(NamedTuple):
+    """What rank 0 tells all ranks before they plan."""
+
+    save_id: str
+    """The save id of the write."""
+    earlier: str
+    """The path of the checkpoint whose unchanged data files are shared, or an empty text if there is none."""
+    run_id: str
+    """The identity of the run that the checkpoint belongs to."""
+    client_states_differ: bool
+    scalars_differ: bool
+    """Whether the ranks differ in the values that the optimizer keeps once for all ranks."""
+    buffers: Mapping[str, tuple[int, bytes]]
+    """The first rank that has each buffer, and the digest of the buffer there."""
+
+
+class OfRank(NamedTuple):
+    """What rank 0 tells one rank before it plans."""
+
+    shares: Sequence[tuple[int, int, bool]]
+    """For each set of replicas of which the rank holds one: the number of its share, the number of the shares, and
+    whether the ranks that hold the set have other values."""
+    ranks_of_machine: int
+    """How many ranks are on the machine of this rank."""
+
+
 class Planned(NamedTuple):
-    """The values that a rank tells all other ranks once it has planned its files."""
+    """The values that a rank tells rank 0 once it has planned its files."""
 
     rank_record: bytes
     scalars: Mapping[str, str]
@@ -108,8 +128,9 @@ class Planned(NamedTuple):
 
 
 class Preparation:
-    """The steps by which one rank prepares its ``RankWrite``: ``prepare``, ``plan`` and ``begin``. Each step returns a
-    value that is sent to all ranks. The next step gets the values of all ranks."""
+    """The steps by which one rank prepares its ``RankWrite``: ``prepare``, ``plan``, ``begin`` and ``join``. What the
+    first three return is sent to rank 0, where ``agree``, ``describe`` and ``spread`` decide what the ranks get for the
+    next step."""
 
     write: RankWrite
     """This rank's part in the write. ``plan`` makes it."""
@@ -144,13 +165,12 @@ class Preparation:
             kept = kept_client_state(options.client_state, self._changes)
             options = self.options = replace(options, client_state=kept)
         collected = self._collected = collect(adapter, options, history_of(self._engine).replicas)
-        earlier, run_id, first = "", "", self._rank == 0
+        first = self._rank == 0
         if first:
             if collected.unsaved:
                 warn(f"the checkpoint does not hold {first_few(collected.unsaved, 5)}")
             self._lock = WriteLock(self._store)
-            earlier = earlier_checkpoint(options.reuse, self._engine, self.run)
-            run_id = run_id_of_next_write(self._engine)
+            self._earlier = earlier_checkpoint(options.reuse, self._engine, self.run)
         differ = adapter.names_differ
         scalars = b"" if differ else digest(msgpack.packb(collected.scalars))
         to_join = b""
@@ -160,18 +180,51 @@ class Preparation:
         return Facts(
             options.common(self.target), scalars, self._client_digest(), linux.boot_id() or platform.node(),
             collected.buffers if first or differ else {}, to_join,
-            self._lock.save_id if first else "", earlier, history_of(self._engine).run_id, run_id, sample,
+            history_of(self._engine).run_id, sample,
             [(held.layout, held.values) for held in collected.replicas.values()],
         )  # fmt: skip
 
-    def _describe_state(self, facts: Sequence[Facts]) -> None:
+    def agree(self, facts_of_ranks: Sequence[Facts]) -> tuple[Agreed, dict[int, OfRank]]:
+        """On rank 0, checks that all ranks write the same checkpoint. Returns what ``plan`` gets. Raises RankError."""
+        facts = [Facts(*values) for values in facts_of_ranks]
+        check_arguments([of_rank.arguments for of_rank in facts])
+        _check_engines(facts, self.options)
+        self._to_join = [of_rank.to_join for of_rank in facts]
+        client_states_differ = any(of_rank.client_state not in (None, facts[0].client_state) for of_rank in facts)
+        if client_states_differ and not self.options.each_client_state:
+            warn(
+                "the ranks have different client_state: that of rank 0 is written, and all others are not; "
+                "rank_state is for what each rank has of its own"
+            )
+        buffers: dict[str, tuple[int, bytes]] = {}
+        holders: dict[bytes, dict[int, bytes]] = {}
+        for rank, of_rank in enumerate(facts):
+            for key, value in of_rank.buffers.items():
+                buffers.setdefault(key, (rank, value))
+            for layout, values in of_rank.replicas:
+                holders.setdefault(layout, {})[rank] = values
+        differ = {layout: len({*filter(None, held.values())}) > 1 for layout, held in holders.items()}
+        numbers = {layout: {rank: number for number, rank in enumerate(held)} for layout, held in holders.items()}
+        machines = Counter(of_rank.machine for of_rank in facts)
+        agreed = Agreed(
+            self._lock.save_id, self._earlier, run_id_of_next_write(self._engine), client_states_differ,
+            any(of_rank.scalars != facts[0].scalars for of_rank in facts), buffers,
+        )  # fmt: skip
+        of_ranks = {}
+        for rank, of_rank in enumerate(facts):
+            layouts = [layout for layout, _ in of_rank.replicas]
+            shares = [(numbers[layout][rank], len(numbers[layout]), differ[layout]) for layout in layouts]
+            of_ranks[rank] = OfRank(shares, machines[of_rank.machine])
+        return agreed, of_ranks
+
+    def _describe_state(self, run_id: str) -> None:
         """Packs the root tree on rank 0, and keeps what the manifest has beside the records of the ranks."""
         collected, options, adapter, packed = self._collected, self.options, self.adapter, b""
         aliases = collected.aliases
         if self._rank == 0:
             state = collected.state
-            if facts[0].to_join:
-                state, aliases = joined(state, [of_rank.to_join for of_rank in facts], leave_out=options.leave_out)
+            if self._to_join[0]:
+                state, aliases = joined(state, self._to_join, leave_out=options.leave_out)
             root: dict[str, Any] = {"engine": state, names.CLIENT_STATE: dict(options.client_state or {})}
             adapters = adapter_configs(adapter.module)
             if adapters:
@@ -186,7 +239,7 @@ class Preparation:
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
             **adapter.description,
         }
-        lineage = Lineage(facts[0].run_id_of_write, collected.use)
+        lineage = Lineage(run_id, collected.use)
         self._metadata = catalog.SaveMetadata(adapter.step, BLOCK_BYTES, aliases, packed, writer, lineage)
 
     def _client_digest(self) -> bytes | None:
@@ -200,47 +253,35 @@ class Preparation:
                 return b""
             raise
 
-    def plan(self, facts_of_ranks: Sequence[Facts]) -> Planned:
-        """Plans the files of this rank, after it has checked that all ranks agree."""
+    def plan(self, agreed: Agreed, of_rank: OfRank | None) -> Planned:
+        """Plans the files of this rank. Gets what ``agree`` has returned for all ranks and for this one."""
+        assert of_rank is not None, "rank 0 tells every rank its shares"
+        agreed, of_rank = Agreed(*agreed), OfRank(*of_rank)
         options, collected, rank = self.options, self._collected, self._rank
-        facts = [Facts(*values) for values in facts_of_ranks]
-        check_arguments([of_rank.arguments for of_rank in facts])
-        _check_engines(facts, options, rank)
-        self._run_id = facts[0].run_id_of_write
-        self._describe_state(facts)
+        self._run_id = agreed.run_id
+        self._describe_state(agreed.run_id)
         rank_state = collected.rank_state
-        if any(of_rank.client_state not in (None, facts[0].client_state) for of_rank in facts):
-            if options.each_client_state:  # a rank that has passed none writes an empty one
-                rank_state = {**rank_state, names.CLIENT_STATE: dict(options.client_state or {})}
-            elif rank == 0:
-                warn(
-                    "the ranks have different client_state: that of rank 0 is written, and all others are not; "
-                    "rank_state is for what each rank has of its own"
-                )
+        if agreed.client_states_differ and options.each_client_state:  # a rank that has passed none writes an empty one
+            rank_state = {**rank_state, names.CLIENT_STATE: dict(options.client_state or {})}
         if self._client_rank_state is not None:
             rank_state = {**rank_state, names.CLIENT_RANK_STATE: self._client_rank_state}
         add_rank_tree(rank_state, collected.fragments, rank, self._changes, leave_out=options.leave_out)
-        first: dict[str, tuple[int, bytes]] = {}
-        for holder, of_rank in enumerate(facts):
-            for key, value in of_rank.buffers.items():
-                first.setdefault(key, (holder, value))
-        fragments = [f for f in collected.fragments if f.part != BUFFER or self._stores(f, first)]
-        fragments, differing = self._shared_out(fragments, facts)
-        save_id = facts[0].save_id
+        fragments = [f for f in collected.fragments if f.part != BUFFER or self._stores(f, agreed.buffers)]
+        fragments, differing = self._shared_out(fragments, of_rank.shares)
+        save_id = agreed.save_id
         planned = plan_data_files(fragments, save_id, rank, self._size, block_bytes=BLOCK_BYTES)
-        data_files, same = self._reused(planned, facts[0].earlier)
+        data_files, same = self._reused(planned, agreed.earlier)
         if options.background and options.snapshot_bytes is None:
-            machines = [of_rank.machine for of_rank in facts]
-            options = replace(options, snapshot_bytes=available_bytes() // 2 // machines.count(machines[rank]))
+            options = replace(options, snapshot_bytes=available_bytes() // 2 // of_rank.ranks_of_machine)
+        machine = self._machines.of(rank).ranks if len(self._machines.all) > 1 else None
         self.write = RankWrite(
             store=self._store, latest_in=self.run if options.latest else None, save_id=save_id, rank=rank,
-            data_files=data_files, metadata=self._metadata, options=options, same=same,
+            data_files=data_files, metadata=self._metadata, options=options, same=same, machine=machine,
         )  # fmt: skip
-        differ = any(of_rank.scalars != facts[0].scalars for of_rank in facts)
         rank_record = catalog.pack(catalog.rank_record(rank, data_files))
         data_bytes = sum(data_file.nbytes for data_file in data_files)
         return Planned(
-            rank_record, collected.scalars if differ else {}, data_bytes, self.write.shared_bytes(),
+            rank_record, collected.scalars if agreed.scalars_differ else {}, data_bytes, self.write.shared_bytes(),
             self._changes.replaced, self._changes.left_out, differing,
         )  # fmt: skip
 
@@ -251,20 +292,14 @@ class Preparation:
         return known is None or known[0] == self._rank or known[1] != self._collected.buffers[buffer.key]
 
     def _shared_out(
-        self, fragments: Sequence[Fragment], facts: Sequence[Facts]
+        self, fragments: Sequence[Fragment], own: Sequence[tuple[int, int, bool]]
     ) -> tuple[list[Fragment], dict[bytes, Mapping[str, bytes]]]:
-        """Returns the fragments that this rank writes, and ``Planned.replicas``."""
+        """Returns the fragments that this rank writes, and ``Planned.replicas``. ``own``: as in ``OfRank.shares``."""
         shares: dict[str, Share] = {}
         differing: dict[bytes, Mapping[str, bytes]] = {}
-        for label, held in self._collected.replicas.items():
-            holders = [
-                (rank, values)
-                for rank, of_rank in enumerate(facts)
-                for other, values in of_rank.replicas
-                if other == held.layout
-            ]
-            shares[label] = Share([rank for rank, _ in holders].index(self._rank), len(holders))
-            if len({values for _, values in holders if values}) > 1:
+        for (label, held), (number, count, differ) in zip(self._collected.replicas.items(), own, strict=True):
+            shares[label] = Share(number, count)
+            if differ:
                 differing[held.layout] = held.digests
                 if self.options.leave_out:  # A mixture of values is the only thing that would be worse.
                     shares[label] = replace(shares[label], count=1)
@@ -282,56 +317,57 @@ class Preparation:
                 raise
         return data_files, {}
 
-    def find_machines(self, ranks: Ranks) -> Sequence[tuple[int, str]]:
+    def find_machines(self, agreed: Agreed, ranks: Ranks) -> None:
         """Finds out which ranks see the same directory, if each machine may have a disk of its own. Then also commits
-        what a crash has left committed on some machines only. Returns what ``Machines.seen`` needs. This is
-        collective."""
-        if not self.options.node_local:
-            return [(0, "")] * self._size
-        settle(self._store, ranks)
-        return find_machines(self._store, self.write.save_id, ranks)
-
-    def describe(self, plans_of_ranks: Sequence[Planned], seen: Sequence[tuple[int, str]]) -> Sequence[bytes]:
-        """On rank 0, makes and checks the manifest and the index. Returns both there if there are other leaders, which
-        need them. ``seen``: what ``find_machines`` has returned. Raises StateError on each rank if the optimizers of
-        the ranks differ in a value that is kept once."""
+        what a crash has left committed on some machines only. This is collective."""
+        seen = [(0, "")] * self._size
+        if self.options.node_local:
+            settle(self._store, ranks)
+            seen = find_machines(self._store, Agreed(*agreed).save_id, ranks)
         self._machines = Machines.seen(seen)
-        if len(self._machines.all) > 1:
-            self.write.machine = self._machines.of(self._rank).ranks
-        plans = self._plans = [Planned(*values) for values in plans_of_ranks]
-        note_write(self._engine, self._run_id)
+
+    @property
+    def leaders(self) -> list[int]:
+        """The ranks that lead a machine each."""
+        return [machine.ranks[0] for machine in self._machines.all]
+
+    def describe(self, plans_of_ranks: Sequence[Planned]) -> tuple[None, dict[int, tuple[bytes, bytes, int]]]:
+        """On rank 0, makes and checks the manifest and the index. Returns both, and how many bytes its machine needs,
+        for each other leader. Raises StateError if the optimizers of the ranks differ in a value that is kept once, or
+        replicas in their values."""
+        plans = [Planned(*values) for values in plans_of_ranks]
         if any(of_rank.scalars for of_rank in plans):
             error = _differing([of_rank.scalars for of_rank in plans])
             if not self.options.leave_out:
                 raise error
-            if self._rank == 0:
-                warn(f"{error.message}: the checkpoint has that of rank 0, which every rank gets in a resume")
+            warn(f"{error.message}: the checkpoint has that of rank 0, which every rank gets in a resume")
         if any(of_rank.replicas for of_rank in plans):
             error = _differing_replicas([of_rank.replicas for of_rank in plans])
             if not self.options.leave_out:
                 raise error
-            if self._rank == 0:
-                warn(f"{error.message}: the checkpoint has the values of the first of these ranks")
-        if self._rank:
-            return ()
+            warn(f"{error.message}: the checkpoint has the values of the first of these ranks")
         self._tell_changes(plans)
         self.write.metadata = replace(self._metadata, machines=self._machines.tree())
         self.write.describe(catalog.unpack(of_rank.rank_record for of_rank in plans))
-        return self.write.described if self.write.machine else ()
+        needed = {
+            machine.ranks[0]: sum(plans[rank].data_bytes - plans[rank].shared_bytes for rank in machine.ranks)
+            + sum(map(len, self.write.described))
+            for machine in self._machines.all
+        }
+        self.write.needed_bytes = needed.pop(0)
+        return None, {leader: (*self.write.described, needed_bytes) for leader, needed_bytes in needed.items()}
 
-    def begin(self, described: Sequence[bytes]) -> Space:
+    def begin(self, described: tuple[bytes, bytes, int] | None) -> Space | None:
         """On the leader of each machine, takes the lock, and makes the directory of the data. ``described``: what
-        ``describe`` has returned on rank 0. Returns the space in bytes that the machine needs and that is free. Only
-        leaders look this up."""
+        ``describe`` has returned for this rank. Returns the space in bytes that the machine needs and that is free, on
+        leaders only."""
+        note_write(self._engine, self._run_id)
         if not self._machines.leads(self._rank):
-            return Space(self.target, 0, None)
-        if self._rank:
-            manifest, index = described
+            return None
+        if described is not None:
+            manifest, index, self.write.needed_bytes = described
             self.write.described = manifest, index
             self._lock = WriteLock(self._store, save_id=self.write.save_id)
-        own = [self._plans[rank] for rank in self._machines.of(self._rank).ranks]
-        self.write.needed_bytes = sum(of_rank.data_bytes - of_rank.shared_bytes for of_rank in own)
-        self.write.needed_bytes += sum(map(len, self.write.described))
         refuse_place(self._store, self.run, latest=self.options.latest)
         if not claim(self._engine, self.target) and self.options.leave_out:
             warn(
@@ -342,9 +378,9 @@ class Preparation:
             self._stay_beside()
         return self.write.begin(self._lock)
 
-    def join(self, spaces: Sequence[Sequence[Any]]) -> None:
+    def join(self, spaces: Mapping[int, Any]) -> None:
         """On each rank, checks that it can take part in the write. ``spaces``: what ``begin`` has returned on each
-        rank."""
+        leader."""
         leader = self._machines.of(self._rank).ranks[0]
         join(self.write.store, self.write.save_id, self._rank, leader, spaces[leader])
 
@@ -371,9 +407,9 @@ class Preparation:
         tell(self._engine, "some values come back in a plain form", replaced)
         tell(self._engine, LEFT_OUT, {path: said for of_rank in plans for path, said in of_rank.left_out.items()})
 
-    def prepare_commit(self, digests: Sequence[bytes]) -> None:
-        """On each leader, does what ``RankWrite.prepare_commit`` does."""
-        if self._machines.leads(self._rank):
+    def prepare_commit(self, digests: Sequence[bytes] | None) -> None:
+        """On each leader, which has the digests of all ranks, does what ``RankWrite.prepare_commit`` does."""
+        if digests is not None:
             self.write.prepare_commit(*self.write.with_digests(digests))
 
     def commit(self) -> None:
@@ -388,7 +424,7 @@ class Preparation:
             history_of(self._engine).last = self.target
 
 
-def _check_engines(facts: Sequence[Facts], options: WriteOptions, rank: int) -> None:
+def _check_engines(facts: Sequence[Facts], options: WriteOptions) -> None:
     """Raises RankError if the ranks write different engines, which would commit a mixture of them. An attached engine
     whose replicas differ is written all the same, with a warning, because DeepSpeed would save it."""
     first: dict[str, tuple[int, bytes]] = {}
@@ -413,8 +449,7 @@ def _check_engines(facts: Sequence[Facts], options: WriteOptions, rank: int) -> 
                 hint="every rank has to write the same engine, and in the same order if there are several; without "
                 "DeepSpeed, the model of every rank has to be wrapped by DistributedDataParallel or fully_shard",
             )  # fmt: skip
-        if rank == 0:
-            warn(f"{message}, or its copy of the weights differs")
+        warn(f"{message}, or its copy of the weights differs")
         return
 
 
