@@ -247,7 +247,7 @@ def wait_interrupted(path: str) -> list[str]:
         commit_write(*arguments, **options)
 
     def interrupt_and_go_on() -> None:
-        interrupt_in(Ranks.share, Worker.wait)
+        interrupt_in(Ranks.decide, Worker.wait)
         Path(path, "go on").touch()
 
     with (
