@@ -72,7 +72,9 @@ class Whole(Half):
 
 def is_step(code: CodeType) -> bool:
     """Whether this is the code of a function that a step of a write runs."""
-    between = ("collectives.py", "groups.py", "heartbeat.py", "interrupts.py", "background.py")
+    between = (
+        "collectives.py", "groups.py", "family.py", "tree.py", "heartbeat.py", "interrupts.py", "background.py",
+    )  # fmt: skip
     return not code.co_filename.endswith(between) and code.co_name not in NOT_STEPS
 
 

@@ -258,7 +258,7 @@ class Preparation:
         assert of_rank is not None, "rank 0 tells every rank its shares"
         agreed, of_rank = Agreed(*agreed), OfRank(*of_rank)
         options, collected, rank = self.options, self._collected, self._rank
-        self._run_id = agreed.run_id
+        self._run_id, self._machines = agreed.run_id, Machines.seen(self._marks)
         self._describe_state(agreed.run_id)
         rank_state = collected.rank_state
         if agreed.client_states_differ and options.each_client_state:  # a rank that has passed none writes an empty one
@@ -320,11 +320,10 @@ class Preparation:
     def find_machines(self, agreed: Agreed, ranks: Ranks) -> None:
         """Finds out which ranks see the same directory, if each machine may have a disk of its own. Then also commits
         what a crash has left committed on some machines only. This is collective."""
-        seen = [(0, "")] * self._size
+        self._marks: Sequence[tuple[int, str]] = [(0, "")] * self._size
         if self.options.node_local:
             settle(self._store, ranks)
-            seen = find_machines(self._store, Agreed(*agreed).save_id, ranks)
-        self._machines = Machines.seen(seen)
+            self._marks = find_machines(self._store, Agreed(*agreed).save_id, ranks)
 
     @property
     def leaders(self) -> list[int]:
