@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from zckpt.errors import RankError, StorageError, ZckptError
+from zckpt.format.rules import broken
 from zckpt.ranks.collectives import FILES, Ranks
 from zckpt.storage.contract import IOCount
 from zckpt.system.threads import Worker
@@ -196,13 +197,19 @@ class PeerReader:
 
     direct = None
 
-    def __init__(self, peers: Peers, elsewhere: Mapping[str, tuple[int, int]]) -> None:
-        """``elsewhere``: for each file, a rank that has it, and its size in bytes."""
+    def __init__(self, peers: Peers, elsewhere: Mapping[str, tuple[int, int]], lost: Mapping[str, str]) -> None:
+        """``elsewhere``: for each file, a rank that has it, and its size in bytes. ``lost``: for each file that no rank
+        has, the machine that had it."""
         self.count = IOCount()
-        self._peers, self._elsewhere = peers, elsewhere
+        self._peers, self._elsewhere, self._lost = peers, elsewhere, lost
+
+    def _holder(self, path: str) -> tuple[int, int]:
+        if path in self._lost:
+            raise broken("F001", f"no rank sees the file; it was on a disk of {self._lost[path]}", file=path)
+        return self._elsewhere[path]
 
     def size(self, path: str) -> int:
-        return self._elsewhere[path][1]
+        return self._holder(path)[1]
 
     def read(self, path: str, offset: int, nbytes: int) -> bytes:
         room = np.empty(max(min(nbytes, self.size(path) - offset), 0), np.uint8)
@@ -217,6 +224,6 @@ class PeerReader:
 
     def _from_peer(self, path: str, views: Sequence[Bytes | memoryview], offset: int) -> int:
         self.count.add(reads=1)
-        return self._peers.read(self._elsewhere[path][0], path, views, offset)
+        return self._peers.read(self._holder(path)[0], path, views, offset)
 
     def close(self) -> None: ...
