@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import socket
 from contextlib import contextmanager
@@ -132,6 +133,18 @@ def test_a_machine_that_is_gone_is_named(cluster: Cluster, tmp_path: Path) -> No
             assert "with ranks 1" in message
             assert "F001" in message
             assert "whole, newest first: older" in message
+
+
+def test_one_process_says_which_machines_have_the_files(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.run(on_disks, 2, ["a", "b"], str(tmp_path), write_twice, "disk://run")
+    run, host = tmp_path / "a" / "run", socket.gethostname()
+    machines = re.escape(f"({host} with ranks 0 and {host} with ranks 1): zckpt cp on all of them")
+    with pytest.raises(zckpt.MissingFileError, match=f"{machines}.*whole on this machine, newest first: {run}/older"):
+        zckpt.open(run).load()
+    with pytest.raises(zckpt.MissingFileError, match=f"no checkpoint .* whole in these places.*{machines}"):
+        zckpt.open([run, tmp_path / "nothing"])
+    messages = {finding.message for finding in zckpt.validate(run, level="structure").findings}
+    assert messages == {f"the file is missing; it was on a disk of {host} with ranks 1"}
 
 
 def failing_write(path: str, fails_on: int) -> str:
@@ -301,6 +314,6 @@ def test_ranks_validate_what_their_machines_have(cluster: Cluster, tmp_path: Pat
     ] == [
         ("I002", "index.bin", f"the chunk is damaged (on {host})"),
         ("D003", f"rank-00001/{exp_avg}", f"the data is damaged (on {host})"),
-        ("F001", f"rank-00002/{exp_avg}", f"no rank sees the file; it was on a disk of {host} with ranks 1, 2"),
+        ("F001", f"rank-00002/{exp_avg}", f"the file is missing; it was on a disk of {host} with ranks 1, 2"),
         ("M003", "disk://run/c/manifest.msgpack", f"the manifest is damaged (on {host})"),
     ]

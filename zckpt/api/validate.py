@@ -12,6 +12,8 @@ from zckpt.errors import CheckpointNotFoundError, FormatError
 from zckpt.format import names
 from zckpt.listing.find import find, manifest_of, open_contents
 from zckpt.ranks.collectives import Ranks, check_equal
+from zckpt.restoring.machines import look_for_spread
+from zckpt.restoring.peers import Peers
 from zckpt.storage.location import Location
 from zckpt.storage.schemes import open_store
 from zckpt.transfer.budget import Budget
@@ -24,7 +26,6 @@ if TYPE_CHECKING:
     from zckpt.listing.contents import Contents
     from zckpt.progress import Progress
     from zckpt.restoring.machines import Spread
-    from zckpt.restoring.peers import Peers
     from zckpt.storage.location import StrPath
     from zckpt.validation.report import Observation
 
@@ -74,8 +75,6 @@ def validate(
                     opened = partial(open_contents, open_store(directory))
                     check = partial(_check, opened, Share(ranks.rank, ranks.size))
                 else:
-                    from zckpt.restoring.peers import Peers  # imported late, because it imports torch
-
                     peers = exchange.enter_context(Peers(None, spread.store.reader(), "zckpt.validate"))
                     check = partial(_check_disk, spread, own, peers, ranks)
                 checked = ranks.share(partial(check, level, budget, progress), "validate")
@@ -92,13 +91,9 @@ def validate(
 def _look(path: str, ranks: Ranks) -> tuple[Sequence[Any], Spread | None, Callable[[], object]]:
     """Returns what ``_find`` returns on rank 0. If each machine has the files of its own ranks, also returns the
     checkpoint on all machines, and a function that raises what is wrong with the manifest of this machine."""
-    own: Callable[[], object] = list
-    if ranks.size > 1:
-        from zckpt.restoring.machines import look_for_spread  # imported late, because it imports torch
-
-        spread, own = look_for_spread(path, ranks)
-        if spread is not None:
-            return [str(spread.store.location), spread.manifest.save_id, []], spread, own
+    spread, own = look_for_spread(path, ranks)
+    if spread is not None:
+        return [str(spread.store.location), spread.manifest.save_id, []], spread, own
     return ranks.first(lambda: _find(path), "find the checkpoint"), None, own
 
 
@@ -144,9 +139,10 @@ def _check_disk(
     findings, values, files, bytes_read = _check(lambda: spread.opened(peers)[1], share, level, budget, progress)
     with suppress(CheckpointNotFoundError):  # The machine may be new.
         findings += [astuple(Finding.of(error)) for error in failures(own)]
-    elsewhere, host = {*spread.missing, *spread.elsewhere}, socket.gethostname()
+    elsewhere = {*spread.missing, *spread.elsewhere}
+    machine = f" (on {socket.gethostname()})" if ranks.size > 1 else ""
     named = [
-        (rule, message if file in elsewhere else f"{message} (on {host})", file, *place)
+        (rule, message if file in elsewhere else f"{message}{machine}", file, *place)
         for rule, message, file, *place in findings
     ]
     return named, values, files, bytes_read

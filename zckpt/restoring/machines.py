@@ -170,7 +170,7 @@ def _whole(run: Store, ranks: Ranks) -> list[str]:
 def _disks(manifest: Manifest) -> dict[str, str]:
     """Returns the machine of each directory with the files of a rank, as words for an error."""
     return {
-        names.rank_dir(manifest.save_id, rank): f"{machine.host} with ranks {first_few(machine.ranks, 8)}"
+        names.rank_dir(manifest.save_id, rank): str(machine)
         for machine in machines_in(plain_root(manifest))
         for rank in machine.ranks
     }
@@ -183,6 +183,7 @@ def _gone(spread: Spread, missing: Sequence[str], whole: Sequence[str]) -> Forma
     return broken(
         "F001", f"no rank sees {len(missing)} files of the checkpoint ({first_few(missing, 2)}); they were on a disk "
         f"of {' and '.join(lost)}", file=str(spread.store.location),
-        hint=f"start a rank on that machine, or restore another checkpoint; "
+        hint=f"start a rank on that machine, restore from several places if the run has copies elsewhere (copy_to), or "
+        f"restore another checkpoint; "
         f"{what if whole else 'no other checkpoint of the run is whole on these machines'}",
     )  # fmt: skip

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import torch
 
 from zckpt.errors import RankError, StorageError, ZckptError
 from zckpt.format.rules import broken
@@ -153,6 +152,8 @@ class Peers:
                 return False
             time.sleep(PAUSE_SECONDS)
             return True
+        import torch  # imported late, because a validation of the structure in one process does not need it
+
         served = accepted(wanted, ROUND_BYTES)
         rank, size = self._ranks.rank, self._ranks.size
         to_send = sorted(one for one in served if one.holder == rank)  # by the rank that receives
@@ -205,7 +206,7 @@ class PeerReader:
 
     def _holder(self, path: str) -> tuple[int, int]:
         if path in self._lost:
-            raise broken("F001", f"no rank sees the file; it was on a disk of {self._lost[path]}", file=path)
+            raise broken("F001", f"the file is missing; it was on a disk of {self._lost[path]}", file=path)
         return self._elsewhere[path]
 
     def size(self, path: str) -> int:
