@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
+import socket
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -20,7 +24,7 @@ from zckpt.testing import ReferenceEngine
 from zckpt.writing.rank_write import RankWrite
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from tests.support.cluster import Cluster
@@ -59,8 +63,9 @@ def test_a_resume_on_the_same_machines_reads_local_files_only(
     assert_goes_on_alike(through, resumed)
 
 
-def restore_without_peers(*args: Any) -> dict[str, Any]:
-    """Restores. Only values that all ranks share, which are stored once, may come from another rank."""
+@contextmanager
+def only_shared_values_from_peers() -> Iterator[None]:
+    """Inside this block, only values that all ranks share, which are stored once, may come from another rank."""
     read = Peers.read
 
     def look(peers: Peers, holder: int, path: str, *others: Any) -> int:
@@ -68,6 +73,11 @@ def restore_without_peers(*args: Any) -> dict[str, Any]:
         return read(peers, holder, path, *others)
 
     with mock.patch.object(Peers, "read", look):
+        yield
+
+
+def restore_without_peers(*args: Any) -> dict[str, Any]:
+    with only_shared_values_from_peers():
         return restore_and_go_on(*args)
 
 
@@ -123,6 +133,18 @@ def test_a_machine_that_is_gone_is_named(cluster: Cluster, tmp_path: Path) -> No
             assert "with ranks 1" in message
             assert "F001" in message
             assert "whole, newest first: older" in message
+
+
+def test_one_process_says_which_machines_have_the_files(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.run(on_disks, 2, ["a", "b"], str(tmp_path), write_twice, "disk://run")
+    run, host = tmp_path / "a" / "run", socket.gethostname()
+    machines = re.escape(f"({host} with ranks 0 and {host} with ranks 1): zckpt cp on all of them")
+    with pytest.raises(zckpt.MissingFileError, match=f"{machines}.*whole on this machine, newest first: {run}/older"):
+        zckpt.open(run).load()
+    with pytest.raises(zckpt.MissingFileError, match=f"no checkpoint .* whole in these places.*{machines}"):
+        zckpt.open([run, tmp_path / "nothing"])
+    messages = {finding.message for finding in zckpt.validate(run, level="structure").findings}
+    assert messages == {f"the file is missing; it was on a disk of {host} with ranks 1"}
 
 
 def failing_write(path: str, fails_on: int) -> str:
@@ -256,3 +278,42 @@ def test_an_attached_engine_follows_deepspeeds_configuration(
     expected = cluster.run(on_disks, 3, ["a", "a", "b"], run, save_and_go_on, "disk://run")
     assert len(manifests(tmp_path)) == 2
     assert cluster.run(on_disks, 3, disks, run, load_and_go_on, "disk://run") == expected
+
+
+def validation(path: str) -> str:
+    with only_shared_values_from_peers():
+        return zckpt.validate(path, level="deep").to_json()
+
+
+def test_ranks_validate_what_their_machines_have(cluster: Cluster, tmp_path: Path) -> None:
+    """The machines have other node ranks than when they wrote, and c is new."""
+    run, moved = str(tmp_path), ["b", "c", "a"]
+    cluster.run(on_disks, 3, ["a", "b", "b"], run, write_and_go_on, "disk://run/c", SETUP, node_local=True)
+    shutil.copytree(tmp_path / "a" / "run", tmp_path / "all" / "run")
+    shutil.copytree(tmp_path / "b" / "run", tmp_path / "all" / "run", dirs_exist_ok=True)
+    alone = zckpt.validate(tmp_path / "all" / "run", level="deep")
+    reports = cluster.run(on_disks, 3, moved, run, validation, "disk://run")
+    assert reports == reports[:1] * 3
+    report = json.loads(reports[0])
+    assert report["findings"] == []
+    assert report["files"] == alone.files
+    assert alone.bytes_read < report["bytes_read"] < alone.bytes_read * 1.01, "two machines have an index"
+
+    (data,) = (tmp_path / "b" / "run" / "c").glob("data-*")
+    for path in ("rank-00001/exp_avg.safetensors", "index.bin", "../manifest.msgpack"):
+        raw = bytearray((data / path).read_bytes())
+        raw[-1] ^= 1
+        (data / path).write_bytes(raw)
+    (data / "rank-00002" / "exp_avg.safetensors").unlink()
+    reports = cluster.run(on_disks, 3, moved, run, validation, "disk://run/c")
+    assert reports == reports[:1] * 3
+    host, exp_avg = socket.gethostname(), "exp_avg.safetensors"
+    assert [
+        (found["rule"], found["file"].removeprefix(f"{data.name}/"), found["message"])
+        for found in json.loads(reports[0])["findings"]
+    ] == [
+        ("I002", "index.bin", f"the chunk is damaged (on {host})"),
+        ("D003", f"rank-00001/{exp_avg}", f"the data is damaged (on {host})"),
+        ("F001", f"rank-00002/{exp_avg}", f"the file is missing; it was on a disk of {host} with ranks 1, 2"),
+        ("M003", "disk://run/c/manifest.msgpack", f"the manifest is damaged (on {host})"),
+    ]

@@ -31,9 +31,11 @@ from tests.support.faulty_proxy import (
     FaultyProxy,
 )
 from tests.support.memory import peak_growth
+from tests.support.patience import give_up_after
 from tests.support.states import EngineOfAnAdapter, same_all, write_through
 from tests.support.waiting import wait_until
 from zckpt.errors import LockedError, StorageError, ZckptError
+from zckpt.ranks.collectives import Ranks
 from zckpt.storage import lock as lock_module
 from zckpt.storage import object_client, object_store, object_writer
 from zckpt.storage.contract import ANYTHING, _PutLater
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    from tests.support.cluster import Cluster
     from tests.support.object_servers import ObjectServer
 
 FAULTS = {
@@ -492,6 +495,28 @@ def test_a_lock_that_is_being_removed_when_its_writer_dies_is_free(
 
 
 # Memory
+
+
+def ask_a_server_that_is_down() -> str:
+    """Rank 1 asks again and again for longer than the other ranks wait for a rank that gives no sign of life."""
+    give_up_after(1)
+    nowhere = {"AWS_ENDPOINT_URL": "http://127.0.0.1:9", "AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}
+    ranks = Ranks()
+
+    def ask() -> None:
+        if ranks.rank == 1:
+            open_store("s3://bucket/run").reader().read("manifest.msgpack", 0, 10)
+
+    retries = mock.patch.object(object_client, "RETRY_SECONDS", 3)
+    with mock.patch.dict(os.environ, nowhere), retries, pytest.raises(ZckptError) as caught:
+        ranks.share(ask, "read")
+    return str(caught.value)
+
+
+def test_a_rank_that_asks_again_and_again_is_not_taken_for_one_that_hangs(cluster: Cluster) -> None:
+    waiting, asking = cluster.run(ask_a_server_that_is_down, 2)
+    assert "cannot read" in asking
+    assert f"rank 1 failed to read: StorageError: {asking}".partition(" in ")[0] in waiting
 
 
 @pytest.mark.linux

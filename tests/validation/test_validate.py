@@ -7,6 +7,7 @@ import io
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,8 +22,6 @@ from zckpt.validation.report import LEVELS, Observation
 from zckpt.validation.values import Values
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from tests.support.cluster import Cluster
 
 NAN, INF = float("nan"), float("inf")
@@ -168,17 +167,24 @@ def test_the_json_is_stable(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 @pytest.mark.parametrize(("world_size", "size"), [(1, 1), (1, 3), (3, 2), (5, 8), (8, 8), (9, 4)])
 def test_every_read_is_done_by_one_process(world_size: int, size: int) -> None:
+    shares = [Share(number, size) for number in range(size)]
+    assert_every_read_is_done_once(shares, world_size)
+    assert max(len(share.units(world_size)) for share in shares) <= -(-2 * world_size // size) + 1
+
+
+def test_every_read_is_done_by_a_process_that_sees_the_file() -> None:
+    """Processes 1 and 3 see the files of ranks 0, 2 and 4, process 0 those of ranks 1 and 3, and process 2 none."""
+    seers = [(1, 3), (0,), (1, 3), (0,), (1, 3)]
+    shares = [Share(number, 4, seers) for number in range(4)]
+    assert_every_read_is_done_once(shares, 5)
+    assert all(share.number in seers[rank] for share in shares for rank, _, _ in share.units(5))
+    assert [len(share.units(5)) for share in shares] == [2, 2, 0, 1]
+
+
+def assert_every_read_is_done_once(shares: list[Share], world_size: int) -> None:
     reads = range(13)
-    done = [
-        (rank, read)
-        for number in range(size)
-        for rank, k, n in Share(number, size).units(world_size)
-        for read in reads[k::n]
-    ]
+    done = [(rank, read) for share in shares for rank, k, n in share.units(world_size) for read in reads[k::n]]
     assert sorted(done) == [(rank, read) for rank in range(world_size) for read in reads]
-    assert (
-        max(len([*Share(number, size).units(world_size)]) for number in range(size)) <= -(-2 * world_size // size) + 1
-    )
 
 
 def together(path: str) -> tuple[str, int]:
@@ -205,6 +211,9 @@ def test_ranks_share_the_work_and_each_gets_the_report(cluster: Cluster, tmp_pat
     for report, _ in cluster.run(together, 2, str(path), init=True):
         rules = [(entry["rule"], entry["key"]) for entry in json.loads(report)["findings"]]
         assert rules == [("D003", "exp_avg_sq/a"), ("D003", "exp_avg_sq/b")]
+    path = Path(__file__).parents[1] / "broken" / "T001-key"  # The tree that all ranks share is damaged.
+    for report, _ in cluster.run(together, 2, str(path), init=True):
+        assert [entry["rule"] for entry in json.loads(report)["findings"]] == ["T001"]
 
 
 def launched(path: str) -> tuple[int, str]:

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
-from contextlib import closing
+import socket
+from contextlib import ExitStack, closing, suppress
 from dataclasses import astuple
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from zckpt.errors import CheckpointNotFoundError, FormatError
+from zckpt.format import names
 from zckpt.listing.find import find, manifest_of, open_contents
 from zckpt.ranks.collectives import Ranks, check_equal
+from zckpt.restoring.machines import look_for_spread
+from zckpt.restoring.peers import Peers
 from zckpt.storage.location import Location
 from zckpt.storage.schemes import open_store
 from zckpt.transfer.budget import Budget
 from zckpt.validation.check import Share, check_checkpoint
-from zckpt.validation.report import LEVELS, Finding, Level, Report, in_order
+from zckpt.validation.report import LEVELS, Finding, Level, Report, failures, in_order
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
+    from zckpt.listing.contents import Contents
     from zckpt.progress import Progress
+    from zckpt.restoring.machines import Spread
     from zckpt.storage.location import StrPath
     from zckpt.validation.report import Observation
 
@@ -58,20 +64,37 @@ def validate(
     paths = ranks.share(lambda: str(Location.of(path)), "find the checkpoint")
     check_equal(paths, "paths")
     common_path = paths[0]
-    share = Share(ranks.rank, ranks.size)
-    identity = ranks.first(lambda: _find(common_path), "find the checkpoint")
-    while True:
-        directory, _, finding = identity
-        if finding:
-            return Report(common_path, level, (Finding(*finding),), files=1)
-        checked = ranks.share(partial(_check, directory, level, share, budget, progress), "validate")
-        report = _join(directory, level, checked)
-        if report.ok:
-            return report
-        checked_identity, identity = identity, ranks.first(lambda: _find(common_path), "find the checkpoint")
-        # If the checkpoint was replaced meanwhile, the findings say nothing about the one that is there now.
-        if identity == checked_identity:
-            return report
+    with ranks.undivided():
+        identity, spread, own = _look(common_path, ranks)
+        while True:
+            directory, _, finding = identity
+            if finding:
+                return Report(common_path, level, (Finding(*finding),), files=1)
+            with ExitStack() as exchange:
+                if spread is None:
+                    opened = partial(open_contents, open_store(directory))
+                    check = partial(_check, opened, Share(ranks.rank, ranks.size))
+                else:
+                    peers = exchange.enter_context(Peers(None, spread.store.reader(), "zckpt.validate"))
+                    check = partial(_check_disk, spread, own, peers, ranks)
+                checked = ranks.share(partial(check, level, budget, progress), "validate")
+            report = _join(directory, level, checked)
+            if report.ok:
+                return report
+            checked_identity = identity
+            identity, spread, own = _look(common_path, ranks)
+            # If the checkpoint was replaced meanwhile, the findings say nothing about the one that is there now.
+            if identity == checked_identity:
+                return report
+
+
+def _look(path: str, ranks: Ranks) -> tuple[Sequence[Any], Spread | None, Callable[[], object]]:
+    """Returns what ``_find`` returns on rank 0. If each machine has the files of its own ranks, also returns the
+    checkpoint on all machines, and a function that raises what is wrong with the manifest of this machine."""
+    spread, own = look_for_spread(path, ranks)
+    if spread is not None:
+        return [str(spread.store.location), spread.manifest.save_id, []], spread, own
+    return ranks.first(lambda: _find(path), "find the checkpoint"), None, own
 
 
 def _find(path: str) -> tuple[str, str, tuple[Any, ...]]:
@@ -89,17 +112,40 @@ _Checked = tuple[list[tuple[Any, ...]], bytes, int, int]
 checkpoint, and the number of bytes that the rank has read."""
 
 
-def _check(path: str, level: Level, share: Share, budget: Budget | None, progress: Progress | None) -> _Checked:
+def _check(
+    opened: Callable[[], Contents], share: Share, level: Level, budget: Budget | None, progress: Progress | None
+) -> _Checked:
     try:
-        contents = open_contents(open_store(path))
+        contents = opened()
     except (CheckpointNotFoundError, FormatError) as error:  # Another process has replaced the checkpoint meanwhile.
-        return [("", error.message)], b"", 0, 0
+        return [astuple(Finding("", error.message))], b"", 0, 0
     budget = budget or Budget.from_environment()
     with closing(contents.reader):
         findings, values, bytes_read = check_checkpoint(contents, budget, level, share, progress)
     manifest = contents.manifest
     files = 2 + manifest.world_size + len(manifest.files)  # manifest, index, digest tables, data files
     return [astuple(finding) for finding in findings], values, files, bytes_read
+
+
+def _check_disk(
+    spread: Spread, own: Callable[[], object], peers: Peers, ranks: Ranks,
+    level: Level, budget: Budget | None, progress: Progress | None,
+) -> _Checked:  # fmt: skip
+    """Checks the files that this machine has, together with the other ranks of the machine. A finding about one of them
+    names the machine."""
+    manifest = spread.manifest
+    tables = (names.digests_path(manifest.save_id, rank) for rank in range(manifest.world_size))
+    share = Share(ranks.rank, ranks.size, [spread.holders[table] or range(ranks.size) for table in tables])
+    findings, values, files, bytes_read = _check(lambda: spread.opened(peers)[1], share, level, budget, progress)
+    with suppress(CheckpointNotFoundError):  # The machine may be new.
+        findings += [astuple(Finding.of(error)) for error in failures(own)]
+    elsewhere = {*spread.missing, *spread.elsewhere}
+    machine = f" (on {socket.gethostname()})" if ranks.size > 1 else ""
+    named = [
+        (rule, message if file in elsewhere else f"{message}{machine}", file, *place)
+        for rule, message, file, *place in findings
+    ]
+    return named, values, files, bytes_read
 
 
 def _join(path: str, level: Level, checked: list[_Checked]) -> Report:

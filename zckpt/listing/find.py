@@ -13,9 +13,10 @@ from zckpt.errors import (
     UnfinishedWriteError,
     VersionError,
     ZckptError,
+    printable,
 )
 from zckpt.format import names
-from zckpt.listing.contents import Contents
+from zckpt.listing.contents import Contents, plain_root
 from zckpt.listing.other_formats import other_format
 from zckpt.listing.runs import (
     NOTHING_CHANGED,
@@ -29,6 +30,7 @@ from zckpt.listing.runs import (
     what_is_here,
     what_is_whole,
 )
+from zckpt.state.machines import machines_in
 from zckpt.storage.schemes import open_store
 
 if TYPE_CHECKING:
@@ -138,12 +140,29 @@ def _manifest(store: Store, reader: Reader) -> Manifest:
 @contextmanager
 def advised(checkpoint: Store, left: str = NOTHING_CHANGED) -> Iterator[None]:
     """Extends the hint of an error that says that something of the checkpoint is damaged or missing. It adds ``left``,
-    which says what the error has left behind, and which other checkpoints of the run are whole."""
+    which says what the error has left behind, which other checkpoints of the run are whole, and which machines have the
+    files that are missing."""
     try:
         yield
     except Exception as error:  # not FormatError: that name is None if Python's end closes a generator
         # If the error is a VersionError or FeatureError, the checkpoint may be whole, but this version cannot read it.
         if isinstance(error, FormatError) and not isinstance(error, (VersionError, FeatureError)):
-            advice = f"{left}; {what_is_whole(checkpoint)}"
-            error.hint = f"{error.hint}; {advice}" if error.hint else advice
+            spread = on_machines(checkpoint)
+            clauses = [error.hint, left, spread if isinstance(error, MissingFileError) else ""]
+            clauses.append(what_is_whole(checkpoint, here=bool(spread)))
+            error.hint = "; ".join(filter(None, clauses))
         raise
+
+
+def on_machines(checkpoint: Store) -> str:
+    """Returns a clause for the hint of an error about a missing file. It names the machines that have the files of a
+    checkpoint, and is empty if they are not known, or if it was written to one directory."""
+    with suppress(ZckptError):
+        machines = machines_in(plain_root(manifest_of(checkpoint)))
+        if machines:
+            few = [printable(str(machine)) for machine in machines[:8]] + ["others"] * (len(machines) > 8)
+            return (
+                f"each machine has the files of its own ranks ({' and '.join(few)}): zckpt cp on all of them gathers "
+                "the files"
+            )
+    return ""

@@ -365,13 +365,14 @@ def ranks_here(contents: Contents) -> set[int]:
     return here or set(range(manifest.world_size))
 
 
-def what_is_whole(checkpoint: Store) -> str:
+def what_is_whole(checkpoint: Store, *, here: bool = False) -> str:
     """Returns a clause for the hint of an error about a checkpoint. It says which other checkpoints of the run are
-    whole."""
-    whole = whole_neighbours(checkpoint)
+    whole. ``here``: whether each machine has the files of its own ranks, so that only those of this machine were looked
+    at."""
+    whole, place = whole_neighbours(checkpoint), " on this machine" if here else ""
     if not whole:
-        return "the run has no other checkpoint that is whole"
-    return f"of the run's other checkpoints these are whole, newest first: {', '.join(map(printable, whole))}"
+        return f"the run has no other checkpoint that is whole{place}"
+    return f"of the run's other checkpoints these are whole{place}, newest first: {', '.join(map(printable, whole))}"
 
 
 def nothing_at(store: Store) -> CheckpointNotFoundError:

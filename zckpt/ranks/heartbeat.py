@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from zckpt.errors import RankError, first_few
 from zckpt.ranks.tree import children, neighbors
-from zckpt.system.threads import Watcher
+from zckpt.system.threads import Watcher, waits_within_bounds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -234,7 +234,7 @@ class Lives:
                 self._beats += 1
                 with self._lock:
                     was_here, self._here = self._here, self._doing is not None
-                    if self._waits:
+                    if self._waits or waits_within_bounds():
                         sign_of_life()
                     if was_here or self._here:
                         self._show()

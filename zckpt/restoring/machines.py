@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from zckpt.storage.contract import Store
     from zckpt.storage.location import StrPath
 
+ANOTHER = "another machine"
+"""The words for a machine whose name is not known."""
+
 
 class Spread(NamedTuple):
     """A checkpoint of which each machine has the files of its own ranks."""
@@ -37,25 +40,48 @@ class Spread(NamedTuple):
     raw: bytes
     """The bytes of the manifest."""
     manifest: Manifest
+    holders: Mapping[str, tuple[int, ...]]
+    """For each file, the ranks that see it."""
     elsewhere: Mapping[str, tuple[int, int]]
     """For each file that this rank does not see, a rank that does, and the size of the file in bytes."""
+
+    @property
+    def missing(self) -> list[str]:
+        """The files that no rank sees."""
+        return [file for file, ranks in self.holders.items() if not ranks]
 
     def opened(self, peers: Peers) -> tuple[Store, Contents]:
         """Returns the directory of the checkpoint, and what it holds. Files of other machines are read from their
         ranks."""
-        local, remote = self.store.reader(), PeerReader(peers, self.elsewhere)
-        reader = OverlayReader([local, remote], dict.fromkeys(self.elsewhere, remote))
+        disks = _disks(self.manifest)
+        lost = {file: disks.get(file.rpartition("/")[0], ANOTHER) for file in self.missing}
+        local, remote = self.store.reader(), PeerReader(peers, self.elsewhere, lost)
+        reader = OverlayReader([local, remote], dict.fromkeys([*self.elsewhere, *lost], remote))
         return self.store, Contents(self.manifest, reader, self.store)
 
 
 def find_spread(path: StrPath, ranks: Ranks) -> tuple[Spread | None, Callable[[], tuple[Store, Contents]]]:
+    """Returns what ``look_for_spread`` returns. If a crash has left the checkpoint committed on some machines only,
+    commits it on the others. This is collective. Raises FormatError (F001), which names the machines that are gone, if
+    no rank sees some of the files, RankError and StorageError."""
+    spread, opened = look_for_spread(path, ranks)
+    if spread is not None:
+        settle(spread.store, ranks)
+        if missing := spread.missing:
+            base = open_store(path)
+            run = run_of(base) if base.location == spread.store.location else base
+            raise _gone(spread, missing, _whole(run, ranks))
+    return spread, opened
+
+
+def look_for_spread(path: StrPath, ranks: Ranks) -> tuple[Spread | None, Callable[[], tuple[Store, Contents]]]:
     """Returns the checkpoint at ``path``, or that of the run at ``path``, if it was written with ``node_local``, and
     None if no rank finds such a checkpoint. Also returns a function that returns the directory of the checkpoint that
-    this rank finds, and what it holds, or raises the error of ``find_and_open``. This is collective. If a crash has
-    left a checkpoint committed on some machines only, commits it on the others.
+    this rank finds, and what it holds, or raises the error of ``find_and_open``. This is collective, and changes
+    nothing.
 
-    If the ranks find different checkpoints, it is the one with the most steps. Raises FormatError (F001), which names
-    the machines that are gone, if no rank sees some of the files, RankError and StorageError.
+    If the ranks find different checkpoints, it is the one with the most steps. Some of its files may be missing. Raises
+    RankError and StorageError.
     """
     base = open_store(path)
     found: list[tuple[Store, Contents]] = []
@@ -69,13 +95,13 @@ def find_spread(path: StrPath, ranks: Ranks) -> tuple[Spread | None, Callable[[]
     def look() -> Any:
         try:
             found.append(find_and_open(path))
+            store, contents = found[0]
+            is_spread = bool(contents.machines)
         except ZckptError as error:  # ``opened`` raises it if no other rank finds such a checkpoint.
             errors.append(error)
             return None
-        store, contents = found[0]
         name = store.location.path_from(base.location)
-        spread = [contents.manifest.step, contents.manifest.save_id, "" if name == "." else name]
-        return spread if contents.machines else None
+        return [contents.manifest.step, contents.manifest.save_id, "" if name == "." else name] if is_spread else None
 
     reports = ranks.share(look, "find the checkpoint")
     if not any(reports):
@@ -84,7 +110,6 @@ def find_spread(path: StrPath, ranks: Ranks) -> tuple[Spread | None, Callable[[]
         contents.reader.close()
     newest = max(report for report in reports if report)
     store = base.child(newest[-1])
-    settle(store, ranks)
 
     def give() -> bytes:
         if ranks.rank != reports.index(newest):
@@ -104,23 +129,20 @@ def find_spread(path: StrPath, ranks: Ranks) -> tuple[Spread | None, Callable[[]
     all_see_all = all(ranks.share(look_for_files, "look for the files"))
     seen = ranks.share(lambda: own, "look for the files") if not all_see_all else [own] * ranks.size
 
-    def arrange() -> tuple[Spread, list[str]]:
+    def arrange() -> Spread:
         manifest = decode_manifest(store, raw)
+        holders: dict[str, tuple[int, ...]] = {}
+        known: dict[tuple[int, ...], tuple[int, ...]] = {}  # Many files have the same holders: one tuple serves all.
         elsewhere: dict[str, tuple[int, int]] = {}
-        missing = []
         for file in lengths(manifest):
-            holders = [rank for rank, of_rank in enumerate(seen) if file in of_rank]
-            if not holders:
-                missing.append(file)
-            elif ranks.rank not in holders:
-                holder = holders[ranks.rank % len(holders)]  # so that not all ranks ask the same one
+            of_file = tuple(rank for rank, of_rank in enumerate(seen) if file in of_rank)
+            holders[file] = known.setdefault(of_file, of_file)
+            if of_file and ranks.rank not in of_file:
+                holder = of_file[ranks.rank % len(of_file)]  # so that not all ranks ask the same one
                 elsewhere[file] = holder, seen[holder][file]
-        return Spread(store, raw, manifest, elsewhere), missing
+        return Spread(store, raw, manifest, holders, elsewhere)
 
-    spread, missing = ranks.together(arrange, "look for the files")
-    if missing:
-        raise _gone(store, spread.manifest, missing, _whole(base if newest[-1] else run_of(base), ranks))
-    return spread, opened
+    return ranks.together(arrange, "look for the files"), opened
 
 
 def _whole(run: Store, ranks: Ranks) -> list[str]:
@@ -145,17 +167,23 @@ def _whole(run: Store, ranks: Ranks) -> list[str]:
     return [name for (_, name, _), files in sorted(lacking.items(), reverse=True) if not files]
 
 
-def _gone(store: Store, manifest: Manifest, missing: Sequence[str], whole: Sequence[str]) -> FormatError:
-    of_rank = {rank: names.rank_dir(manifest.save_id, rank) for rank in range(manifest.world_size)}
-    lost = [
-        f"{machine.host} with ranks {first_few(machine.ranks, 8)}"
+def _disks(manifest: Manifest) -> dict[str, str]:
+    """Returns the machine of each directory with the files of a rank, as words for an error."""
+    return {
+        names.rank_dir(manifest.save_id, rank): str(machine)
         for machine in machines_in(plain_root(manifest))
-        if any(path.startswith(f"{of_rank[rank]}/") for rank in machine.ranks if rank in of_rank for path in missing)
-    ]
+        for rank in machine.ranks
+    }
+
+
+def _gone(spread: Spread, missing: Sequence[str], whole: Sequence[str]) -> FormatError:
+    disks = _disks(spread.manifest)
+    lost = dict.fromkeys(disks.get(path.rpartition("/")[0], ANOTHER) for path in missing)
     what = f"of the run's other checkpoints these are whole, newest first: {', '.join(whole)}"
     return broken(
         "F001", f"no rank sees {len(missing)} files of the checkpoint ({first_few(missing, 2)}); they were on a disk "
-        f"of {' and '.join(lost) or 'another machine'}", file=str(store.location),
-        hint=f"start a rank on that machine, or restore another checkpoint; "
+        f"of {' and '.join(lost)}", file=str(spread.store.location),
+        hint=f"start a rank on that machine, restore from several places if the run has copies elsewhere (copy_to), or "
+        f"restore another checkpoint; "
         f"{what if whole else 'no other checkpoint of the run is whole on these machines'}",
     )  # fmt: skip

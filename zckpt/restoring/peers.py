@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import torch
 
 from zckpt.errors import RankError, StorageError, ZckptError
+from zckpt.format.rules import broken
 from zckpt.ranks.collectives import FILES, Ranks
 from zckpt.storage.contract import IOCount
 from zckpt.system.threads import Worker
@@ -152,6 +152,8 @@ class Peers:
                 return False
             time.sleep(PAUSE_SECONDS)
             return True
+        import torch  # imported late, because a validation of the structure in one process does not need it
+
         served = accepted(wanted, ROUND_BYTES)
         rank, size = self._ranks.rank, self._ranks.size
         to_send = sorted(one for one in served if one.holder == rank)  # by the rank that receives
@@ -196,13 +198,19 @@ class PeerReader:
 
     direct = None
 
-    def __init__(self, peers: Peers, elsewhere: Mapping[str, tuple[int, int]]) -> None:
-        """``elsewhere``: for each file, a rank that has it, and its size in bytes."""
+    def __init__(self, peers: Peers, elsewhere: Mapping[str, tuple[int, int]], lost: Mapping[str, str]) -> None:
+        """``elsewhere``: for each file, a rank that has it, and its size in bytes. ``lost``: for each file that no rank
+        has, the machine that had it."""
         self.count = IOCount()
-        self._peers, self._elsewhere = peers, elsewhere
+        self._peers, self._elsewhere, self._lost = peers, elsewhere, lost
+
+    def _holder(self, path: str) -> tuple[int, int]:
+        if path in self._lost:
+            raise broken("F001", f"the file is missing; it was on a disk of {self._lost[path]}", file=path)
+        return self._elsewhere[path]
 
     def size(self, path: str) -> int:
-        return self._elsewhere[path][1]
+        return self._holder(path)[1]
 
     def read(self, path: str, offset: int, nbytes: int) -> bytes:
         room = np.empty(max(min(nbytes, self.size(path) - offset), 0), np.uint8)
@@ -217,6 +225,6 @@ class PeerReader:
 
     def _from_peer(self, path: str, views: Sequence[Bytes | memoryview], offset: int) -> int:
         self.count.add(reads=1)
-        return self._peers.read(self._elsewhere[path][0], path, views, offset)
+        return self._peers.read(self._holder(path)[0], path, views, offset)
 
     def close(self) -> None: ...

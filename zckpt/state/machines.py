@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from zckpt.errors import first_few
 from zckpt.format import names
 
 
@@ -14,6 +15,9 @@ class Machine(NamedTuple):
     """The name of the host of the first of these ranks."""
     ranks: tuple[int, ...]
     """The numbers of the ranks that see this disk, in ascending order."""
+
+    def __str__(self) -> str:
+        return f"{self.host} with ranks {first_few(self.ranks, 8)}"
 
 
 def machines_in(root: dict[Any, Any]) -> tuple[Machine, ...]:

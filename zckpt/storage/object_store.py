@@ -8,7 +8,7 @@ import posixpath
 import secrets
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from email.utils import parsedate_to_datetime
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -19,9 +19,17 @@ from zckpt.format.rules import broken
 from zckpt.progress import logger
 from zckpt.storage.buffers import scatter
 from zckpt.storage.contract import ANYTHING, Entry, IOCount, Store, Upload
-from zckpt.storage.object_client import CONNECT_SECONDS, TIMEOUT_SECONDS, client_of, endpoint, load_obstore
+from zckpt.storage.object_client import (
+    CONNECT_SECONDS,
+    RETRY_SECONDS,
+    TIMEOUT_SECONDS,
+    client_of,
+    endpoint,
+    load_obstore,
+)
 from zckpt.storage.object_errors import NO_BUCKET, PAST_THE_END, REFUSED, Errors, without_secrets
 from zckpt.storage.object_writer import ObjectWriter
+from zckpt.system.threads import bounded_wait
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -138,9 +146,13 @@ class ObjectStore(Store):
         """Calls a function of obstore for a file. Raises what it raises."""
         return getattr(load_obstore(), name)(self.client.bucket, self._key(path), *arguments, **keywords)
 
-    def errors(self, action: str, path: str, start: int | None = None, stop: int | None = None) -> Errors:
-        """Returns a context manager in which every error of obstore becomes one of zckpt, which names the file."""
-        return Errors(action, str(self.location.child(path)), start, stop)
+    @contextmanager
+    def errors(self, action: str, path: str, start: int | None = None, stop: int | None = None) -> Iterator[None]:
+        """Inside this block, every error of obstore becomes one of zckpt, which names the file. While requests are
+        repeated, this rank counts as alive, because each of them ends by itself."""
+        seconds = ATTEMPTS * (RETRY_SECONDS + TIMEOUT_SECONDS)
+        with bounded_wait(seconds), Errors(action, str(self.location.child(path)), start, stop):
+            yield
 
     def transient_error(self, message: str, path: str, start: int, stop: int) -> StorageError:
         """Returns the error of a read that may succeed at the next time."""
@@ -250,7 +262,8 @@ class ObjectStore(Store):
         try:
             delete = partial(load_obstore().delete, self.client.bucket)
             if keys:
-                delete(keys)
+                with bounded_wait(RETRY_SECONDS + TIMEOUT_SECONDS):
+                    delete(keys)
         except Exception as error:  # what cannot be removed stays
             logger.debug("%s: %s", self.location, without_secrets(error))
             # Some servers refuse to remove many files at once, or a file that is not there.

@@ -109,7 +109,7 @@ class ObjectWriter:
 
     def write(self, data: Bytes | memoryview, offset: int) -> None:
         view = memoryview(data)
-        with self._lock, self._store.errors("write", self._path, offset, offset + len(view)):
+        with self._lock:
             if offset != self._position:
                 self._early.keep(offset, view)
                 return
@@ -119,11 +119,12 @@ class ObjectWriter:
                 self._upload(early)
 
     def _upload(self, data: bytes) -> None:
-        if self._file is None:
-            self._file = self._store.call(
-                "open_writer", self._path, buffer_size=self._part_bytes, max_concurrency=PARTS_IN_FLIGHT
-            )
-        self._file.write(data)
+        with self._store.errors("write", self._path, self._position, self._position + len(data)):
+            if self._file is None:
+                self._file = self._store.call(
+                    "open_writer", self._path, buffer_size=self._part_bytes, max_concurrency=PARTS_IN_FLIGHT
+                )
+            self._file.write(data)
         self._position += len(data)
 
     def sync(self) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from contextlib import closing, suppress
 from typing import TYPE_CHECKING, NamedTuple
 
-from zckpt.errors import CheckpointNotFoundError, FormatError, StorageError, ZckptError, warn
+from zckpt.errors import CheckpointNotFoundError, FormatError, MissingFileError, StorageError, ZckptError, warn
 from zckpt.format import names
-from zckpt.listing.find import find, manifest_of, open_contents
+from zckpt.listing.find import find, manifest_of, on_machines, open_contents
 from zckpt.listing.runs import check_lengths, directories
 from zckpt.state.lineage import Use
 from zckpt.storage.location import Location
@@ -106,7 +106,12 @@ def choose(places: Sequence[StrPath]) -> Chosen:
             for reason in skipped:
                 warn(f"{found.store.location} is taken, because another checkpoint cannot be used: {reason}")
             return chosen
-    raise skipped[0]
+    first = skipped[0]
+    if isinstance(first, MissingFileError):
+        spread = on_machines(named[0].store)
+        together = f"{spread}, and a restore from one place alone asks all of them" if spread else ""
+        first.hint = "; ".join(filter(None, ["no checkpoint of the run is whole in these places", together]))
+    raise first
 
 
 def _found(number: int, store: Store) -> _Found:

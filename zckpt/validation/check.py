@@ -15,7 +15,7 @@ from zckpt.validation.index_checks import check_index
 from zckpt.validation.report import Finding, failures
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from zckpt.errors import FormatError
     from zckpt.format.manifest import Manifest
@@ -27,6 +27,9 @@ Unit = tuple[int, int, int]
 """The work on one rank's files that one process does: the rank, the number of the first read, and the distance to the
 next."""
 
+Processes = range | tuple[int, ...]
+"""The numbers of some processes."""
+
 
 @dataclass(frozen=True, slots=True)
 class Share:
@@ -36,16 +39,26 @@ class Share:
     """The number of the process, counted from 0."""
     size: int = 1
     """The number of processes."""
+    seers: Sequence[Processes] | None = None
+    """For each rank of the writer, the processes that see its files, which alone check them. None means that all
+    processes see all files."""
 
-    def units(self, world_size: int) -> Iterator[Unit]:
-        """Yields the work of this process.
+    def units(self, world_size: int) -> list[Unit]:
+        """Returns the work of this process, rank by rank.
 
         Each unit is ``(rank, k, n)``. It stands for every ``n``-th read of the rank's files, from number ``k`` on. The
         process that has the unit with ``k`` = 0 does all other checks of the rank, too.
         """
-        n = -(-self.size // world_size)
-        units = ((rank, k, n) for rank in range(world_size) for k in range(n))
-        return islice(units, self.number, None, self.size)
+        seen_by: dict[Processes, list[int]] = {}
+        for rank, processes in enumerate(self.seers or repeat(range(self.size), world_size)):
+            seen_by.setdefault(processes, []).append(rank)
+        mine: list[Unit] = []
+        for processes, ranks in seen_by.items():
+            if self.number in processes:
+                n = -(-len(processes) // len(ranks))
+                units = ((rank, k, n) for rank in ranks for k in range(n))
+                mine += islice(units, processes.index(self.number), None, len(processes))
+        return sorted(mine)
 
 
 def check_checkpoint(
@@ -66,17 +79,18 @@ def check_checkpoint(
         of bytes that were read.
     """
     before, manifest = contents.reader.count.bytes_read, contents.manifest
-    units = list(share.units(manifest.world_size))
-    with_data, is_first = level != "structure", share.number == 0
+    units = share.units(manifest.world_size)
+    with_data = level != "structure"
     findings: list[Finding] = []
 
     def note(errors: Iterable[FormatError]) -> None:
         # Several threads do this. A single call of extend needs no lock.
         findings.extend([Finding.of(error) for error in errors])
 
+    if not units:
+        return [], b"", 0
     errors, sound = check_index(contents)
-    if is_first:
-        note(errors)
+    note(errors)
     budget_of_reads, values, data = budget.serving(contents.store), None, None
     with reported(progress, "validate", _data_bytes(manifest, units) if with_data else 0) as advance:
         if with_data:
@@ -106,8 +120,9 @@ def check_checkpoint(
             budget_of_reads.run(tasks())
         if with_data and sound:
             checkpoint = Checkpoint("", contents, budget)
-            trees = [partial(checkpoint.rank_state, rank) for rank, k, _ in units if k == 0]
-            note(failures(*trees, *([lambda: checkpoint.state] if is_first else [])))
+            checked = [rank for rank, k, _ in units if k == 0]
+            shared = [lambda: checkpoint.state] if 0 in checked else []  # Its tensors are in the files of rank 0.
+            note(failures(*(partial(checkpoint.rank_state, rank) for rank in checked), *shared))
     return findings, b"" if values is None else values.pack(), contents.reader.count.bytes_read - before
 
 
