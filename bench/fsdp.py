@@ -4,7 +4,7 @@ checkpoints (DCP) and by torch_checkpointing."""
 from __future__ import annotations
 
 import os
-from functools import partial
+from functools import cache, partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +13,10 @@ import torch.distributed as dist
 
 import zckpt
 from common import GIB, Contestant, bring_into_cache, drop_from_cache, make_durable
+from raw_io import Raw, prepared_with_free_memory, whole_pages
 from sampler import metered
 from training import BYTES_PER_PARAMETER, on_first, remove_on_first, together, written_by_rank
+from zckpt.engines import adapt
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -50,7 +52,17 @@ def save_with_dcp(state: zckpt.TrainState, path: Path, *, in_background: bool = 
 
     model, optimizer = get_state_dict(state.model, state.optimizers)
     saved = {"model": model, "optimizer": optimizer}
-    return dcp.async_save(saved, checkpoint_id=path) if in_background else dcp.save(saved, checkpoint_id=path)
+    if in_background:
+        return dcp.async_save(saved, checkpoint_id=path, process_group=_background_group())
+    return dcp.save(saved, checkpoint_id=path)
+
+
+@cache
+def _background_group() -> dist.ProcessGroup:
+    """Returns a group for the messages of a save in the background, as torchtitan makes one. Without it, DCP's thread
+    and the main thread use the default group at the same time, and two ranks may wait for each other forever."""
+    group: dist.ProcessGroup = dist.new_group(backend="gloo")
+    return group
 
 
 def load_with_dcp(state: zckpt.TrainState, path: Path) -> None:
@@ -100,15 +112,26 @@ class TorchCheckpointing:
 
 def fsdp_rounds(directory: Path, nbytes: int, runs: int) -> dict[str, Any]:
     """Returns the rounds of writes, of the pauses of writes in the background, and of cold and cached loads of an FSDP2
-    model. The libraries are zckpt, DCP and, if it is installed, torch_checkpointing."""
+    model. The libraries are zckpt, DCP and, if it is installed, torch_checkpointing. Raw direct I/O of as many bytes,
+    from and to the same memory, shows what the disk allows at the same time, and a copy of the state shows what the
+    memory allows."""
     state = make_fsdp(nbytes)
     third = TorchCheckpointing() if find_spec(TORCH_CHECKPOINTING) else None
     ours, theirs, pending = directory / "zckpt", directory / "dcp", list[Any]()
+    fragments = adapt(state).inventory(None).fragments
+    tensors = [fragment.data for fragment in fragments if isinstance(fragment.data, torch.Tensor)]
+    raw, memories = Raw(), whole_pages(tensors)
+    copies = [tensor.clone() for tensor in tensors]
 
     def begin() -> None:
         pending.append(save_with_dcp(state, directory / "async", in_background=True))
 
+    def copy() -> None:
+        for target, source in zip(copies, tensors, strict=True):
+            target.copy_(source)
+
     writes = [
+        Contestant("raw", lambda: raw.write(directory / f"raw-{dist.get_rank()}", memories)),
         Contestant("zckpt", lambda: zckpt.write(state, directory / "written", latest=False)),
         Contestant("DCP", lambda: save_with_dcp(state, directory / "saved")),
     ]
@@ -116,6 +139,7 @@ def fsdp_rounds(directory: Path, nbytes: int, runs: int) -> dict[str, Any]:
         writes.append(Contestant(TORCH_CHECKPOINTING, partial(third.save, state, directory / "third")))
     rounds = {"write": together(writes, runs, after=lambda: remove_on_first(directory))}
     pauses = [
+        Contestant("copy into touched memory", copy),
         Contestant(
             "zckpt", lambda: zckpt.write(state, directory / "later", latest=False, background=True), finish=zckpt.wait
         ),
@@ -129,25 +153,36 @@ def fsdp_rounds(directory: Path, nbytes: int, runs: int) -> dict[str, Any]:
         Contestant("DCP", begin, finish=lambda: pending.pop().result()),
     ]
     rounds["pause of a write in the background"] = together(pauses, runs, after=lambda: remove_on_first(directory))
+    copies.clear()
     zckpt.write(state, ours, latest=False)
     save_with_dcp(state, theirs)
     dist.barrier()
     own_bytes = written_by_rank(ours)
-    loads = [
-        Contestant("zckpt", lambda: zckpt.restore(state, ours)),
-        Contestant("DCP", lambda: load_with_dcp(state, theirs)),
-    ]
-    paths = [ours, theirs]
+    raw_file = directory / f"raw-{dist.get_rank()}"
+    raw.write(raw_file, memories)
+    loads = {
+        "zckpt": (ours, lambda: zckpt.restore(state, ours)),
+        "DCP": (theirs, lambda: load_with_dcp(state, theirs)),
+    }
     if third is not None:
-        paths.append(directory / "third")
-        third.save(state, paths[-1])
-        loads.append(Contestant(TORCH_CHECKPOINTING, partial(third.load, state, paths[-1])))
-    rounds["load, cold"] = together(loads, runs, before=lambda: on_first(drop_from_cache, directory))
-    rounds["load, cached"] = {}
-    for contestant, path in zip(loads, paths, strict=True):
-        on_first(drop_from_cache, directory)
-        rounds["load, cached"] |= together([contestant], runs, before=partial(on_first, bring_into_cache, path))
+        path = directory / "third"
+        third.save(state, path)
+        loads[TORCH_CHECKPOINTING] = path, partial(third.load, state, path)
+    # The page cache has room for the files of one contestant at a time.
+    drop = prepared_with_free_memory(partial(on_first, drop_from_cache), own_bytes)
+    bring = prepared_with_free_memory(partial(on_first, partial(_bring_alone_into_cache, directory)), own_bytes)
+    cold = [Contestant(label, load, before=partial(drop, directory)) for label, (_, load) in loads.items()]
+    cold.append(Contestant("raw", lambda: raw.read_into(raw_file, memories), before=partial(drop, directory)))
+    rounds["load, cold"] = together(cold, runs)
+    cached = [Contestant(label, load, before=partial(bring, path)) for label, (path, load) in loads.items()]
+    rounds["load, cached"] = together(cached, runs)
     return {"rounds": rounds, "bytes": own_bytes}
+
+
+def _bring_alone_into_cache(directory: Path, path: Path) -> None:
+    """Brings the files of ``path`` into the page cache, and drops all others of ``directory`` from it."""
+    drop_from_cache(directory)
+    bring_into_cache(path)
 
 
 def fsdp_memory(directory: Path, nbytes: int, library: str) -> dict[str, dict[str, float]]:

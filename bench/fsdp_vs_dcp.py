@@ -12,13 +12,18 @@ the state for a write in the background. A lazy snapshot copies only as much as 
 the next step waits for the rest; its memory is what is compared. A first load also makes the moments, whose bytes are
 two thirds of the state. A write that stops the training copies nothing with any of the libraries, because the
 state is in CPU memory.
+
+"Raw" is direct I/O of as many bytes from and to the memory of the model. The disk may give more to a read through the
+page cache: that of a virtual machine reads more slowly into small pages that are scattered over the memory, and the
+page cache often has larger ones. Before each load, memory is freed as in ``load_vs_peers.py``, because DCP needs some
+for the page cache.
 """
 
 from __future__ import annotations
 
 from importlib.util import find_spec
 
-from common import GIB, Result, parse_options, speedup, workspace
+from common import GIB, WRITE_SPEED_MIN, Result, parse_options, speedup, workspace
 from fsdp import TORCH_CHECKPOINTING, fsdp_memory, fsdp_rounds
 from training import start_ranks
 
@@ -36,6 +41,9 @@ def main() -> None:
             result.add(rounds, nbytes, f"{label}, {what}")
             bound = 1.0 if what.startswith("pause") else 1.7
             result.at_least(f"FSDP2, {label}, {what}, against DCP", speedup(rounds, "zckpt", over="DCP"), bound)
+            if "raw" in rounds:
+                against_raw = speedup(rounds, "zckpt", over="raw")
+                result.at_least(f"FSDP2, {label}, {what}, against raw O_DIRECT", against_raw, WRITE_SPEED_MIN)
         with workspace(options, 2 * options.size) as directory:
             peaks = {
                 library: start_ranks(fsdp_memory, ranks, directory, options.size, library)[0]

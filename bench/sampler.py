@@ -50,8 +50,12 @@ Metered = dict[str, dict[str, float]]
 
 @contextmanager
 def metered(figures: Metered, what: str) -> Iterator[None]:
-    """Puts the MiB by which peak and page cache grow within the ``with`` block into ``figures[what]``."""
+    """Puts the MiB by which peak and page cache grow within the ``with`` block into ``figures[what]``. Memory that was
+    freed before counts if it is used again, even if the C library has kept it."""
+    from zckpt.system.linux import trim_heap  # here, because the program of this file cannot import zckpt
+
     gc.collect()
+    trim_heap()
     sampler = Sampler([os.getpid()], 0.02)
     Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
     before = field_bytes("/proc/self/status", "VmRSS"), field_bytes("/proc/meminfo", "Cached")

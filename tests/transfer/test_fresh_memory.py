@@ -20,6 +20,7 @@ from zckpt.plan.coalesce import STRAIGHT_BYTES_MIN
 from zckpt.storage.buffers import PAGE_BYTES
 from zckpt.system.linux import HUGE_BYTES_MIN, HUGE_PAGE_BYTES
 from zckpt.transfer.memory import fresh_tensor
+from zckpt.transfer.staging import StagingPool
 
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 MIB = 1 << 20
@@ -70,6 +71,19 @@ def huge_and_all_bytes() -> np.ndarray:
     """Returns how many bytes of this process are in huge pages, and how many are in memory at all."""
     text = Path("/proc/self/smaps_rollup").read_text()
     return np.array([int(re.findall(rf"{name}: +([0-9]+) kB", text)[0]) << 10 for name in ("AnonHugePages", "Rss")])
+
+
+@pytest.mark.linux
+def test_staging_buffers_take_no_memory_that_was_used_before() -> None:
+    """Memory that malloc has kept is in small pages, even if the system has huge ones."""
+    for _ in range(2):  # malloc keeps the memory of the second tensor
+        torch.empty(20 * MIB, dtype=torch.uint8).fill_(1)
+    pool = StagingPool(8 * MIB)
+    with pool.work(), pool.lend() as stage:
+        before = huge_and_all_bytes()
+        stage.tensor.fill_(1)
+        _, resident = huge_and_all_bytes() - before
+    assert resident >= 8 * MIB
 
 
 @pytest.mark.linux

@@ -12,13 +12,12 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from zckpt.storage.buffers import PAGE_BYTES
 from zckpt.system.linux import free_lazily
 from zckpt.transfer.devices import CopyQueue, give_back_pinned_memory, has_streams, pinned_memory
-from zckpt.transfer.memory import aligned
+from zckpt.transfer.memory import aligned, fresh_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -202,8 +201,9 @@ class StagingPool:
         return [StagingBuffer(self._room(), self._queue)]
 
     def _room(self) -> torch.Tensor:
-        """Returns memory for one buffer of this pool, which is not pinned."""
-        return aligned(torch.from_numpy(np.empty(self.nbytes + PAGE_BYTES, np.uint8)), self.nbytes, PAGE_BYTES)
+        """Returns memory for one buffer of this pool, which is not pinned. It is in huge pages if it is large enough
+        and the system has some."""
+        return aligned(fresh_tensor((self.nbytes + PAGE_BYTES,), torch.uint8, "cpu"), self.nbytes, PAGE_BYTES)
 
     def _end(self) -> None:
         """Prepares the idle pool for the next user. It is called when the last user has left. The buffers stay
