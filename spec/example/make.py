@@ -1,7 +1,7 @@
 """Writes the examples of ``spec/format.md`` to another directory: ``python spec/example/make.py DIRECTORY``.
 
-It has written the files in ``run/``, ``second/`` and ``third/`` once. They never change, because they pin version 1.0 of
-the format. Another version of zstd may compress the index to other bytes, and then the manifest differs too.
+It has written the files in ``run/``, ``second/`` and ``third/`` once. They never change, because they pin version 1.0
+of the format. Another version of zstd may compress the index to other bytes, and then the manifest differs too.
 """
 
 from __future__ import annotations
