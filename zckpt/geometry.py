@@ -220,13 +220,15 @@ class Spans:
 # Mapping
 
 
-def spans_in_both(wanted: Spans, held: Spans, numel: Ints) -> tuple[Ints, Ints, Spans]:
+def spans_in_both(wanted: Spans, held: Spans) -> tuple[Ints, Ints, Spans]:
     """Finds the elements that are in ``wanted`` and in ``held``. Both are spans of the same tensors in the same order.
 
-    ``held`` is ordered by tensor and by element, and has each element of each tensor once. ``numel`` is the number of
-    elements of each tensor. Returns columns with an item for each wanted span and each held span that have elements in
-    common: the number of the wanted span, that of the held span, and the common elements.
+    ``held`` is ordered by tensor and by element, and has each element of each tensor once. Returns columns with an item
+    for each wanted span and each held span that have elements in common: the number of the wanted span, that of the
+    held span, and the common elements.
     """
+    numel = np.zeros(int(held.tensor.max(initial=-1)) + 1, np.int64)
+    numel[held.tensor] = held.stop  # that of the last span of each tensor stays
     base = np.cumsum(numel) - numel  # the number of the first element of each tensor, if all are counted together
     held_start = base[held.tensor] + held.start
     first = np.searchsorted(held_start, base[wanted.tensor] + wanted.start, side="right") - 1

@@ -136,9 +136,8 @@ def piece_ranges(
     whose order the tensor is stored, and ``item_bytes`` the size in bytes of an element of each request."""
     item_of_request = np.array(item_bytes, np.int64)
     tensor, spaced, target_start, target_stride = _in_order_of(grids, wanted)
-    numel = np.array([grid.numel for grid in grids], np.int64)
     # From here on, the columns have one item for each pair of a row and a piece that may have elements of it.
-    row, piece, common = spans_in_both(Spans(tensor, spaced.start, spaced.stop), stored, numel)
+    row, piece, common = spans_in_both(Spans(tensor, spaced.start, spaced.stop), stored)
     spaced = Spaced._make(column[row] for column in spaced)
     cut = spaced.cut(common.start, common.stop)
     # And from here on, one item for each part of a row that is in one piece.
@@ -164,18 +163,20 @@ def _in_order_of(grids: Sequence[Grid], wanted: Iterable[Wanted]) -> tuple[Ints,
     """Returns the elements that are ``wanted``, in the order in which they are stored, as rows of equally spaced runs:
     the request of each row, its runs, the element of the target to which its first run goes, and the number of elements
     from there to the place of the next run."""
-    rows: list[tuple[int, int, int, int]] = []
+    numbers: list[int] = []  # four for each span, in one list, which numpy converts in half the time
     tables = []
-    for request, span, target_start in wanted:
-        if span.grid == grids[request]:
-            if span.start < span.stop:
-                rows.append((request, span.start, span.stop, target_start))
+    for request, (own, start, stop), target_start in wanted:
+        grid = grids[request]
+        if own is grid or own == grid:  # Mostly they are one object, and then they are not compared.
+            if start < stop:
+                numbers += (request, start, stop, target_start)
             continue
-        runs = runs_in(span, grids[request])
+        runs = runs_in(Span(own, start, stop), grid)
         columns = (runs.other, runs.numel, runs.runs, runs.other_stride, target_start + runs.one, runs.one_stride)
         tables.append(np.stack([np.full_like(runs.one, request), *columns], 1))
-    requests, start, stop, place = np.array(rows, np.int64).reshape(-1, 4).T
-    single = np.stack([requests, start, stop - start, np.ones_like(start), stop - start, place, stop - start], 1)
+    requests, starts, stops, places = np.array(numbers, np.int64).reshape(-1, 4).T
+    numel = stops - starts
+    single = np.stack([requests, starts, numel, np.ones_like(numel), numel, places, numel], 1)
     tensor, *spaced, target, target_stride = np.concatenate([single, *tables]).T
     return tensor, Spaced(*spaced), target, target_stride
 
