@@ -36,6 +36,7 @@ ORDER = (
     "verify",
     "validate",
     "other_world_size",
+    "divided",
     "background_write",
     "offload",
     "reuse",

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
 
 RUNS_MAX = 1 << 22
-"""The most runs of adjacent elements in which the elements of one order are looked for in another one at a time. Each
-takes about 400 bytes of memory, and 5 microseconds, while a read is planned and carried out."""
+"""The most rows of ``Runs`` with which the elements of one order are looked for in another one at a time. Each takes
+about 500 bytes of memory, and 5 microseconds, while a read is planned and carried out."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -220,13 +220,15 @@ class Spans:
 # Mapping
 
 
-def spans_in_both(wanted: Spans, held: Spans, numel: Ints) -> tuple[Ints, Ints, Spans]:
+def spans_in_both(wanted: Spans, held: Spans) -> tuple[Ints, Ints, Spans]:
     """Finds the elements that are in ``wanted`` and in ``held``. Both are spans of the same tensors in the same order.
 
-    ``held`` is ordered by tensor and by element, and has each element of each tensor once. ``numel`` is the number of
-    elements of each tensor. Returns columns with an item for each wanted span and each held span that have elements in
-    common: the number of the wanted span, that of the held span, and the common elements.
+    ``held`` is ordered by tensor and by element, and has each element of each tensor once. Returns columns with an item
+    for each wanted span and each held span that have elements in common: the number of the wanted span, that of the
+    held span, and the common elements.
     """
+    numel = np.zeros(int(held.tensor.max(initial=-1)) + 1, np.int64)
+    numel[held.tensor] = held.stop  # that of the last span of each tensor stays
     base = np.cumsum(numel) - numel  # the number of the first element of each tensor, if all are counted together
     held_start = base[held.tensor] + held.start
     first = np.searchsorted(held_start, base[wanted.tensor] + wanted.start, side="right") - 1
@@ -238,44 +240,112 @@ def spans_in_both(wanted: Spans, held: Spans, numel: Ints) -> tuple[Ints, Ints, 
     return of_wanted, of_held, Spans(wanted.tensor[of_wanted], start, stop)
 
 
+class Spaced(NamedTuple):
+    """Equally spaced runs of adjacent elements in one memory, as int64 columns. A row has ``runs`` runs of ``numel``
+    elements. The first one begins at element ``start``, and each further one ``stride`` elements after the one before
+    it, which is at least ``numel``. A run that is alone is a row whose ``runs`` is 1."""
+
+    start: Ints
+    numel: Ints
+    runs: Ints
+    stride: Ints
+
+    @property
+    def stop(self) -> Ints:
+        """The element after the last run of each row."""
+        return self.start + (self.runs - 1) * self.stride + self.numel
+
+    def cut(self, low: Ints, high: Ints) -> Cut:
+        """Returns those elements of each row that are among the elements ``[low, high)`` of the memory. ``low`` and
+        ``high`` have an item for each row."""
+        start, numel, runs, stride = self
+        row = np.arange(len(start))
+        if (runs == 1).all():
+            before = np.maximum(low - start, 0)
+            return _not_empty(row, np.zeros_like(start), before, np.minimum(high - start, numel) - before, runs)
+        # The run between whose begin and that of the next one ``low`` is, or the first one.
+        first = np.clip((low - start) // stride, 0, runs)
+        before = np.where(first < runs, np.maximum(low - start - first * stride, 0), 0)
+        head = np.minimum(high - start - first * stride, numel) - before
+        whole = first + (before > 0)  # the first run that begins at ``low`` or later
+        # The run after the last one that ends at ``high`` or earlier, but none before ``whole``.
+        whole_stop = np.maximum(np.clip((high - numel - start) // stride + 1, 0, runs), whole)
+        tail = np.where(whole_stop < runs, np.minimum(high - start - whole_stop * stride, numel), 0)
+        zeros, ones = np.zeros_like(start), np.ones_like(start)
+        columns = (
+            (row, first, before, np.where(before > 0, head, 0), ones),
+            (row, whole, zeros, np.where(whole_stop > whole, numel, 0), whole_stop - whole),
+            (row, whole_stop, zeros, tail, ones),
+        )
+        return _not_empty(*(np.stack(column, 1).ravel() for column in zip(*columns, strict=True)))
+
+
+def _not_empty(row: Ints, first: Ints, before: Ints, numel: Ints, runs: Ints) -> Cut:
+    """Returns the parts with these columns, without those that have no elements."""
+    some = numel > 0
+    cut = Cut(row, first, before, numel, runs)
+    return cut if some.all() else Cut._make(column[some] for column in cut)
+
+
+class Cut(NamedTuple):
+    """Parts of rows of ``Spaced``, as int64 columns. A part has ``numel`` elements of each of ``runs`` runs of row
+    ``row``, from run number ``first`` on. They are those after the first ``before`` elements of the run."""
+
+    row: Ints
+    first: Ints
+    before: Ints
+    numel: Ints
+    runs: Ints
+
+
 class Runs(NamedTuple):
-    """Elements that lie in two memories, as runs of elements that are adjacent in both, in int64 columns: ``numel``
-    elements begin at element ``one`` of the first memory and at element ``other`` of the second one."""
+    """Elements that lie in two memories, as equally spaced runs of elements that are adjacent in both, in int64
+    columns. A row has ``runs`` runs of ``numel`` elements. The first run begins at element ``one`` of the first memory
+    and at element ``other`` of the second one. Each further run begins ``one_stride`` elements further in the first
+    memory, and ``other_stride`` elements further in the second one."""
 
     one: Ints
     other: Ints
     numel: Ints
+    runs: Ints
+    one_stride: Ints
+    other_stride: Ints
 
 
 def runs_in(span: Span, grid: Grid) -> Runs:
     """Returns where the elements of ``span`` lie in the order of ``grid``, another grid of the same tensor. In the
-    result, the first memory has the elements of ``span``, and the second one all elements in the order of ``grid``. The
-    runs are in the order of ``span``. Raises UnsupportedError if there are too many for the memory."""
+    result, the first memory has the elements of ``span``, and the second one all elements in the order of ``grid``. It
+    has a row for each rectangle that lies in both memories with one stride, so it is small if the boxes are large.
+    Raises UnsupportedError if there are too many for the memory."""
     if span.grid == grid or not span.numel:
         count = min(span.numel, 1)
-        return Runs(*(np.full(count, number, np.int64) for number in (0, span.start, span.numel)))
+        columns = (0, span.start, span.numel, 1, max(span.numel, 1), max(span.numel, 1))
+        return Runs(*(np.full(count, number, np.int64) for number in columns))
     tables = list(_tables(span, grid))
     if sum(map(_count, tables)) > RUNS_MAX:
         raise UnsupportedError(
-            f"a tensor of shape {list(grid.shape)} would be read in more than {RUNS_MAX:,} runs of adjacent elements",
+            f"a tensor of shape {list(grid.shape)} would be read in more than {RUNS_MAX:,} parts",
             hint="read it in smaller slices",
         )
     of_boxes = [_box_in(of_box, grid.shape) for of_box in tables]
     boxes, starts = _boxes(span), _box_starts(span.grid)
-    one, other, numel = map(np.concatenate, zip(*of_boxes, strict=True))
-    one += np.repeat(starts[boxes.start : boxes.stop], [len(runs.one) for runs in of_boxes]) - span.start
-    before = np.maximum(-one, 0)  # how many elements of each run come before the span
-    numel = np.minimum(one + numel, span.numel) - one - before
-    some = numel > 0
-    one, other, numel = (one + before)[some], (other + before)[some], numel[some]
+    one, other, numel, runs, one_stride, other_stride = map(np.concatenate, zip(*of_boxes, strict=True))
+    one += np.repeat(starts[boxes.start : boxes.stop], [len(of_box.one) for of_box in of_boxes]) - span.start
+    # What comes before the span, or after it, is cut off.
+    cut = Spaced(one, numel, runs, one_stride).cut(np.zeros_like(one), np.full_like(one, span.numel))
+    one, other, one_stride, other_stride = (column[cut.row] for column in (one, other, one_stride, other_stride))
+    one, other = one + cut.first * one_stride + cut.before, other + cut.first * other_stride + cut.before
     begins = np.ones(len(one), bool)
-    begins[1:] = (one[1:] != one[:-1] + numel[:-1]) | (other[1:] != other[:-1] + numel[:-1])
+    begins[1:] = (one[1:] != one[:-1] + cut.numel[:-1]) | (other[1:] != other[:-1] + cut.numel[:-1])
+    begins[1:] |= (cut.runs[1:] > 1) | (cut.runs[:-1] > 1)
     first = np.flatnonzero(begins)
-    return Runs(one[first], other[first], np.add.reduceat(numel, first))
+    numel = np.add.reduceat(cut.numel, first)
+    strides = (np.maximum(column[first], numel) for column in (one_stride, other_stride))
+    return Runs(one[first], other[first], numel, cut.runs[first], *strides)
 
 
 def run_count(span: Span, grid: Grid) -> int:
-    """Returns about how many runs ``runs_in`` returns. It takes much less memory than ``runs_in``."""
+    """Returns about how many rows ``runs_in`` returns. It takes much less memory than ``runs_in``."""
     return 1 if span.grid == grid or not span.numel else sum(map(_count, _tables(span, grid)))
 
 
@@ -301,11 +371,11 @@ def _boxes(span: Span) -> range:
 
 
 def _count(tables: Sequence[_Table]) -> int:
-    """Returns how many runs ``_box_in`` returns."""
-    inner = _inner(tables)
-    if not inner:
-        return 1
-    return math.prod(int(table.numel.sum()) for table in tables[: inner - 1]) * len(tables[inner - 1].own)
+    """Returns how many rows ``_box_in`` returns."""
+    outer, inner = _spaced_dims(tables)
+    return math.prod(int(table.numel.sum()) for table in tables[:outer]) * math.prod(
+        len(table.own) for table in tables[outer:inner]
+    )
 
 
 def _narrowed(tables: list[_Table], start: int, stop: int) -> list[_Table]:
@@ -323,28 +393,38 @@ def _narrowed(tables: list[_Table], start: int, stop: int) -> list[_Table]:
     return narrowed
 
 
-def _inner(tables: Sequence[_Table]) -> int:
-    """Returns the number of the first dimensions, up to the last one in which the sections differ. Beyond them, all
-    elements are adjacent in both memories."""
-    return next((dim for dim in range(len(tables), 0, -1) if not tables[dim - 1].is_same), 0)
+def _spaced_dims(tables: Sequence[_Table]) -> tuple[int, int]:
+    """Returns two numbers of dimensions, ``outer`` and ``inner``. Beyond the first ``inner`` dimensions, all elements
+    are adjacent in both memories, so dimension ``inner - 1`` and all further ones together have runs of adjacent
+    elements. The dimensions from ``outer`` on before them together repeat such a run with one stride in each memory."""
+    inner = next((dim for dim in range(len(tables), 0, -1) if not tables[dim - 1].is_same), 0)
+    outer = max(inner - 2, 0)
+    while outer and tables[outer].is_same:
+        outer -= 1
+    return outer, inner
 
 
 def _box_in(tables: Sequence[_Table], shape: Sequence[int]) -> Runs:
     """Returns where the elements of a box lie in the order of another grid. The first memory has the elements of the
     box. ``tables``: those of the box. ``shape``: that of the tensor."""
-    dims, inner = len(tables), _inner(tables)
-    # The columns get an item for each run, while the dimensions are added from the last one to the first one.
-    place, before, local, numel, size = (np.full(1, start, np.int64) for start in (0, 0, 0, 1, 1))
-    own_size = 1
-    for dim in range(dims - 1, -1, -1):
-        table = tables[dim] if dim >= inner - 1 else tables[dim].of_each_index()
+    outer, inner = _spaced_dims(tables)
+    # The columns get an item for each row, while the dimensions are added from the last one to the first one.
+    place, before, local, numel, size, count = (np.full(1, start, np.int64) for start in (0, 0, 0, 1, 1, 1))
+    stride, other_stride, own_size = count, count, 1
+    for dim in range(len(tables) - 1, -1, -1):
+        table = tables[dim] if dim >= outer else tables[dim].of_each_index()
+        if dim == inner - 2:
+            stride, other_stride = np.full_like(size, own_size), size
         place = (table.own[:, None] * own_size + place).ravel()
-        numel = (table.numel[:, None] * numel).ravel()
         before = (table.before[:, None] * math.prod(shape[dim + 1 :]) + table.size[:, None] * before).ravel()
         local = (table.other[:, None] * size + local).ravel()
+        runs, single = (table.numel[:, None], np.ones_like(table.numel)[:, None])
+        numel = ((runs if dim >= inner - 1 else single) * numel).ravel()
+        count = ((runs if dim < inner - 1 else single) * count).ravel()
+        stride, other_stride = (single * stride).ravel(), (single * other_stride).ravel()
         size = (table.size[:, None] * size).ravel()
         own_size *= table.own_size
-    return Runs(place, before + local, numel)
+    return Runs(place, before + local, numel, count, *(np.maximum(column, numel) for column in (stride, other_stride)))
 
 
 class _Table(NamedTuple):

@@ -1,7 +1,7 @@
 """Writes the examples of ``spec/format.md`` to another directory: ``python spec/example/make.py DIRECTORY``.
 
-It has written the files in ``run/`` and ``second/`` once. They never change, because they pin version 1.0 of the
-format. Another version of zstd may compress the index to other bytes, and then the manifest differs too.
+It has written the files in ``run/``, ``second/`` and ``third/`` once. They never change, because they pin version 1.0
+of the format. Another version of zstd may compress the index to other bytes, and then the manifest differs too.
 """
 
 from __future__ import annotations
@@ -38,6 +38,11 @@ SWAP_OFFSET = 24
 ARRAY = torch.tensor([5, -6], dtype=torch.int16)
 SECOND_TREE = {"array": ARRAY, "big": 1 << 64, "counts": Counter({"a": 2}), "order": OrderedDict({"z": 1})}
 
+THIRD_SAVE_ID = "00000000000000bb"
+MATRIX = torch.arange(8, dtype=torch.float32).view(2, 4)
+GRID = Grid((2, 4), ((), (((0, 2),), ((2, 2),))))
+"""Each rank has two columns of ``MATRIX``."""
+
 
 def fragments(rank: int) -> list[Fragment]:
     """Returns what a rank of the first example holds."""
@@ -68,8 +73,14 @@ def second_fragments(swap_file: Path) -> list[Fragment]:
     ]
 
 
+def third_fragments(rank: int) -> list[Fragment]:
+    """Returns what a rank of the third example holds."""
+    columns = MATRIX[:, 2 * rank : 2 * rank + 2].flatten()
+    return [Fragment(MASTER, "w", "F32", GRID.box(rank), data=columns)]
+
+
 def main(directory: str) -> None:
-    """Writes both examples into ``directory``."""
+    """Writes all examples into ``directory``."""
     target = os.path.join(os.path.abspath(directory), "run", "global_step7")
     state = tree.pack(STATE_TREE, "", lambda path, leaf: (tree.TENSOR, "tree/0/0"))
     about = catalog.SaveMetadata(7, 4096, {"head": "w"}, state, WRITER)
@@ -83,6 +94,10 @@ def main(directory: str) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         ranks = [second_fragments(Path(scratch, "swap"))]
         write_fragments(target, ranks, about, SECOND_SAVE_ID, latest=True)
+
+    target = os.path.join(os.path.abspath(directory), "third", "global_step9")
+    about = catalog.SaveMetadata(9, 4096, {}, tree.pack({}, "", lambda path, leaf: None), WRITER)
+    write_fragments(target, [third_fragments(rank) for rank in range(WORLD_SIZE)], about, THIRD_SAVE_ID, latest=True)
 
 
 if __name__ == "__main__":

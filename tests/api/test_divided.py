@@ -43,6 +43,8 @@ def test_loads_give_the_values(written: Written) -> None:
     assert same_all(checkpoint.load(), written.full)
     for verify in (True, False):
         assert same_all(checkpoint.load(verify=verify), written.full)
+    for dtype in (torch.bfloat16, torch.float64):
+        assert same_all(checkpoint.load(dtype=dtype), {key: value.to(dtype) for key, value in written.full.items()})
     for key, value in written.full.items():
         assert independent.load(key) == value.contiguous().numpy().tobytes(), key
         index = tuple(slice(size // 3, max(size - 1, 1)) for size in value.shape)
@@ -86,9 +88,34 @@ def test_copies_and_repairs_keep_the_order(written: Written, tmp_path: Path) -> 
     assert same_all(zckpt.open(tmp_path / "lost").load(), written.full)
 
 
-def test_more_runs_than_memory_allows_are_refused(written: Written) -> None:
+def test_more_rows_of_runs_than_memory_allows_are_refused(written: Written) -> None:
     with mock.patch.object(geometry, "RUNS_MAX", 0), pytest.raises(zckpt.UnsupportedError, match="smaller slices"):
         zckpt.open(written.path).load()
+
+
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize("columns", [1 << 10, 1 << 3])
+def test_a_tensor_that_is_cut_in_its_columns_is_read_once(columns: int, verify: bool, tmp_path: Path) -> None:
+    """This holds for all of it, and for a part of its rows, however short the runs of adjacent elements are."""
+    value = torch.randn((1 << 20) // columns, columns)
+    grid = Grid(tuple(value.shape), ((), tuple(((columns // 4 * rank, columns // 4),) for rank in range(4))))
+    spans = [grid.box(rank) for rank in range(4)]
+    ranks = [[fragment("master", "w", value, *span[1:], grid=grid)] for span in spans]
+    write_fragments(str(tmp_path / "c"), ranks, catalog.SaveMetadata(1, 4096, {}, b"\xc0", {}))
+    some_rows = value[len(value) // 4 : len(value) // 2]
+    for wanted, load in (
+        (value, lambda checkpoint: checkpoint.load(verify=verify)["master/w"]),
+        (
+            some_rows,
+            lambda checkpoint: checkpoint.load_slice(
+                "master/w", slice(len(value) // 4, len(value) // 2), verify=verify
+            ),
+        ),
+    ):
+        checkpoint = zckpt.open(tmp_path / "c")
+        assert torch.equal(load(checkpoint), wanted)
+        assert checkpoint.io.bytes_read <= 1.05 * wanted.nbytes
+        assert checkpoint.io.reads <= 32
 
 
 def test_weights_are_compared_with_masters_in_the_same_order_only(tmp_path: Path) -> None:

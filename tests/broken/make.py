@@ -420,7 +420,7 @@ def listed() -> dict[str, Any]:
         fixtures.append({"name": name, "directory": place, "rule": rule, "loader": loader})
     for place in CONFORMING:
         fixtures.append({"name": place, "directory": f"../tests/{place}", "rule": None, "loader": False})
-    for name in ("run", "second"):
+    for name in ("run", "second", "third"):
         fixtures.append({"name": name, "directory": f"example/{name}", "rule": None, "loader": False})
     return {"fixtures": fixtures}
 

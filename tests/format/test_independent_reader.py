@@ -91,7 +91,10 @@ def untag(tree: Any, reader: Reader) -> Any:
     return {key: untag(value, reader) for key, value in tree.items()}
 
 
-@pytest.mark.parametrize(("run", "content"), [("run", "expected.json"), ("second", "expected-second.json")])
+@pytest.mark.parametrize(
+    ("run", "content"),
+    [("run", "expected.json"), ("second", "expected-second.json"), ("third", "expected-third.json")],
+)
 def test_the_examples_of_the_specification(run: str, content: str) -> None:
     expected = json.loads((EXAMPLE / content).read_text())
     reader = assert_agree(EXAMPLE / run)
@@ -100,8 +103,8 @@ def test_the_examples_of_the_specification(run: str, content: str) -> None:
     assert [part["name"] for part in reader.body["parts"]] == expected["parts"]
     assert list(reader.tensors) == list(expected["tensors"])
     for key, tensor in expected["tensors"].items():
-        dtype, shape, places, _ = reader.tensors[key]
-        assert [dtype, shape] == [tensor["dtype"], tensor["shape"]]
+        dtype, shape, places, grid = reader.tensors[key]
+        assert [dtype, shape, grid] == [tensor["dtype"], tensor["shape"], tensor.get("grid", [])]
         assert [numbers(dtype, data) for data in reader.copies(key)] == tensor["copies"]
         tiers = [TIERS.index(piece["tier"]) for piece in tensor["pieces"]]
         pieces = [(p["copy"], p["rank"], tier, p["offset"]) for p, tier in zip(tensor["pieces"], tiers, strict=True)]

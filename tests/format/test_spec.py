@@ -128,8 +128,9 @@ def content(dump: str) -> bytes:
     for run in (RUN, EXAMPLES):
         if (run / dump).is_file():
             return (run / dump).read_bytes()
-    (checkpoint,) = (EXAMPLES / "second" if dump.startswith("second ") else RUN).glob("global_step*")
-    body, dump = body_of(checkpoint), dump.removeprefix("second ")
+    named = next((name for name in ("second", "third") if dump.startswith(f"{name} ")), "")
+    (checkpoint,) = (EXAMPLES / (named or "run")).glob("global_step*")
+    body, dump = body_of(checkpoint), dump.removeprefix(f"{named} ")
     if dump == "state":
         return bytes(body["state"])
     (index,) = checkpoint.glob("data-*/index.bin")
@@ -162,7 +163,7 @@ def test_every_kind_of_file_is_dumped() -> None:
     assert len(DUMPS) == len(re.findall("^```[^`\n]", TEXT, re.MULTILINE))
 
 
-@pytest.mark.parametrize("name", ["run", "second"])
+@pytest.mark.parametrize("name", ["run", "second", "third"])
 def test_the_examples_conform(name: str) -> None:
     report = zckpt.validate(EXAMPLES / name)
     assert report.ok, str(report)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise, product
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -14,6 +14,8 @@ from tests.support.grids import grids, order_of
 from zckpt.errors import MismatchError
 from zckpt.geometry import (
     Grid,
+    Runs,
+    Spaced,
     Span,
     Spans,
     all_of,
@@ -26,32 +28,83 @@ from zckpt.geometry import (
     spans_in_both,
 )
 
+if TYPE_CHECKING:
+    from zckpt.geometry import Sections
+
 SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 
 
+def elements_of(runs: Runs) -> dict[int, int]:
+    """Returns the element of the second memory for each element of the first one. Checks that each is there once."""
+    pairs = []
+    for one, other, numel, count, one_stride, other_stride in np.stack(runs, 1).tolist():
+        assert numel > 0
+        assert count > 0
+        assert one_stride >= numel
+        assert other_stride >= numel
+        pairs += [
+            (one + run * one_stride + number, other + run * other_stride + number)
+            for run in range(count)
+            for number in range(numel)
+        ]
+    found = dict(pairs)
+    assert len(found) == len(pairs)
+    return found
+
+
 @given(st.data(), SHAPES)
-def test_runs_are_the_elements_in_order_and_as_long_as_can_be(data: st.DataObject, shape: tuple[int, ...]) -> None:
+def test_runs_have_each_element_once(data: st.DataObject, shape: tuple[int, ...]) -> None:
     own, other = data.draw(grids(shape)), data.draw(grids(shape))
     start = data.draw(st.integers(0, own.numel))
     span = Span(own, start, data.draw(st.integers(start, own.numel)))
     runs = runs_in(span, other)
-    found = []
-    for at, place, numel in zip(runs.one.tolist(), runs.other.tolist(), runs.numel.tolist(), strict=True):
-        assert numel > 0
-        found += [(at + number, place + number) for number in range(numel)]
     place_of = {element: place for place, element in enumerate(order_of(other).tolist())}
-    assert found == [
-        (at, place_of[element]) for at, element in enumerate(order_of(own)[span.start : span.stop].tolist())
-    ]
-    breaks = sum((at[0] - before[0], at[1] - before[1]) != (1, 1) for before, at in pairwise(found))
-    assert len(runs.numel) == breaks + bool(found)
+    elements = order_of(own)[span.start : span.stop].tolist()
+    assert elements_of(runs) == {at: place_of[element] for at, element in enumerate(elements)}
+    # A run that is cut at both ends of the span is at most three rows.
+    assert len(runs.one) <= 3 * run_count(span, other)
+
+
+@pytest.mark.parametrize(
+    ("shape", "sections", "rows"),
+    [
+        ((64, 6), ((), (((0, 3),), ((3, 3),))), 2),
+        ((4, 16, 6), ((), (), (((0, 3),), ((3, 3),))), 2),  # the first two dimensions have one stride
+        ((4, 16, 6), ((), (((0, 8),), ((8, 8),)), ()), 2),
+        ((8, 4, 6), ((), (((0, 2),), ((2, 2),)), (((0, 3),), ((3, 3),))), 8 * 4),
+        ((8, 6, 5, 1), ((((0, 4),), ((4, 4),)), (((0, 3),), ((3, 3),)), (), ()), 4),
+    ],
+)
+def test_a_box_is_one_row_if_it_has_one_stride(shape: tuple[int, ...], sections: Sections, rows: int) -> None:
+    grid = Grid(shape, sections)
+    assert len(runs_in(all_of(shape), grid).one) == run_count(all_of(shape), grid) == rows
+    assert len(runs_in(grid.all, Grid(shape)).one) == run_count(grid.all, Grid(shape)) == rows
 
 
 def test_only_the_rows_that_a_span_has_are_looked_at() -> None:
-    grid = Grid((64, 8, 6), ((), (), (((0, 3),), ((3, 3),))))
-    assert run_count(all_of(grid.shape), grid) == 64 * 8 * 2
+    grid = Grid((64, 8, 6), ((), (((0, 4),), ((4, 4),)), (((0, 3),), ((3, 3),))))
+    assert run_count(all_of(grid.shape), grid) == 64 * 4
     assert run_count(all_of(grid.shape).narrow(60, 4), grid) == 2
     assert run_count(grid.box(1), grid) == 1
+
+
+@given(st.data(), st.lists(st.tuples(*[st.integers(0, 30)] * 2, *[st.integers(1, 6)] * 2, st.integers(0, 5))))
+def test_cuts_are_the_elements_in_a_window(data: st.DataObject, rows: list[tuple[int, ...]]) -> None:
+    columns = [(low, start, numel, count, numel + gap) for low, start, numel, count, gap in rows]
+    low, *columns_of_rows = np.array(columns, np.int64).reshape(-1, 5).T
+    spaced = Spaced(*columns_of_rows)
+    high = low + np.array([data.draw(st.integers(0, 40)) for _ in rows], np.int64)
+    found: list[list[int]] = [[] for _ in rows]
+    for row, run, before, numel, count in np.stack(spaced.cut(low, high), 1).tolist():
+        begin = columns[row][1] + run * columns[row][4] + before
+        assert numel > 0
+        assert count > 0
+        assert (count == 1 and before + numel <= columns[row][2]) or (before, numel) == (0, columns[row][2])
+        found[row] += [begin + n * columns[row][4] + at for n in range(count) for at in range(numel)]
+    for number, (begin, start, numel, count, stride) in enumerate(columns):
+        elements = {start + run * stride + at for run in range(count) for at in range(numel)}
+        assert found[number] == sorted(elements & {*range(begin, int(high[number]))})
+        assert spaced.stop[number] == max(elements) + 1
 
 
 @given(st.data(), SHAPES)
@@ -72,8 +125,7 @@ def test_slices_are_what_numpy_gives() -> None:
         shape, span = slice_of(whole.shape, index)
         assert shape == whole[index].shape
         runs = runs_in(span, Grid(whole.shape))
-        pairs = zip(runs.other.tolist(), runs.numel.tolist(), strict=True)
-        assert [n for start, numel in pairs for n in range(start, start + numel)] == whole[index].ravel().tolist()
+        assert elements_of(runs) == dict(enumerate(whole[index].ravel().tolist()))
     assert len(runs_in(slice_of(whole.shape, (slice(2, 3), slice(1, 4)))[1], Grid(whole.shape)).one) == 1
     assert slice_of((), ()) == ((), all_of(()))
     wrong: list[Any] = [(slice(None),) * 3, (slice(0, 4, 2),), (slice(None, None, -1),), (1,)]
@@ -120,7 +172,7 @@ def test_common_elements_of_spans(lengths: list[list[int]], data: st.DataObject)
         number = data.draw(st.integers(0, len(lengths) - 1))
         start = data.draw(st.integers(0, int(numel[number]) - 1))
         rows.append((number, start, data.draw(st.integers(start + 1, int(numel[number])))))
-    one, other, common = spans_in_both(Spans(*np.array(rows).T), held, numel)
+    one, other, common = spans_in_both(Spans(*np.array(rows).T), held)
     assert (common.tensor == held.tensor[other]).all()
     assert (common.start >= held.start[other]).all()
     assert (common.stop <= held.stop[other]).all()

@@ -124,6 +124,16 @@ def found(requests: Requests) -> PieceRanges:
     return piece_ranges(pieces, orders, wanted, [stored.item for stored, _ in requests])
 
 
+def put_runs(
+    target: bytearray, target_offset: int, data: bytes, source: int, nbytes: int, runs: int, strides: list[int]
+) -> None:
+    """Copies equally spaced runs of bytes."""
+    for number in range(runs):
+        begin, place = source + number * strides[0], target_offset + number * strides[1]
+        assert place + nbytes <= len(target)
+        target[place : place + nbytes] = data[begin : begin + nbytes]
+
+
 def run(store: Store, ops: tuple[coalesce.ReadOp, ...], targets: list[bytearray]) -> Counter[tuple[int, int]]:
     """Carries out reads on bytes in memory. Returns how often each byte of each file was read."""
     read: Counter[tuple[int, int]] = Counter()
@@ -133,21 +143,30 @@ def run(store: Store, ops: tuple[coalesce.ReadOp, ...], targets: list[bytearray]
         assert segments.copies[[0, -1]].min() >= 1
         assert ((segments.block < 0) | (segments.copies > 0)).all(), "no digest of a gap is compared"
         assert segments.copies.sum() == len(segments.source)
-        copies = iter(
-            np.stack([segments.source, segments.copy_bytes, segments.target, segments.target_offset], 1).tolist()
-        )
+        copies = iter(np.stack(segments[5:], 1).tolist())
         position = op.offset
         for nbytes, block, count in np.stack([segments.nbytes, segments.block, segments.copies], 1).tolist():
             data = store.contents[op.file][position : position + nbytes]
             assert len(data) == nbytes
             if block >= 0:
                 assert store.block_places[op.file, block] == (position, position + nbytes)
-            for source, copied, target, target_offset in islice(copies, count):
-                assert 0 <= source <= source + copied <= nbytes
-                targets[target][target_offset : target_offset + copied] = data[source:][:copied]
+            for source, copied, target, target_offset, runs, *strides in islice(copies, count):
+                assert 0 <= source < source + (runs - 1) * strides[0] + copied <= nbytes
+                put_runs(targets[target], target_offset, data, source, copied, runs, strides)
             read.update((op.file, at) for at in range(position, position + nbytes))
             position += nbytes
     return read
+
+
+def wanted_bytes(store: Store, ops: tuple[coalesce.ReadOp, ...]) -> set[tuple[int, int]]:
+    """Returns the bytes of the files of which copies are made, as the numbers of the file and of the byte."""
+    wanted = set()
+    for op in ops:
+        starts = np.repeat(op.offset + np.cumsum(op.segments.nbytes) - op.segments.nbytes, op.segments.copies)
+        columns = (starts + op.segments.source, op.segments.copy_bytes, op.segments.runs, op.segments.source_stride)
+        for start, nbytes, runs, stride in np.stack(columns, 1).tolist():
+            wanted |= {(op.file, start + run * stride + at) for run in range(runs) for at in range(nbytes)}
+    return wanted
 
 
 def joined(
@@ -160,20 +179,35 @@ def joined(
         copies = joined_copies(op.segments, np.array(wanted, bool))
         data = store.contents[op.file][op.offset : op.offset + op.nbytes]
         begins, ends = set(), set()
-        for start, nbytes, target, target_offset in np.stack(
-            [copies.start, copies.nbytes, copies.target, copies.target_offset], 1
-        ).tolist():
-            contents[target][target_offset : target_offset + nbytes] = data[start : start + nbytes]
-            begins.add((target, start, target_offset))
-            ends.add((target, start + nbytes, target_offset + nbytes))
+        columns = [getattr(copies, name) for name in copies.__dataclass_fields__]
+        for start, nbytes, target, target_offset, runs, *strides in np.stack(columns, 1).tolist():
+            put_runs(contents[target], target_offset, data, start, nbytes, runs, strides)
+            if runs == 1:
+                begins.add((target, start, target_offset))
+                ends.add((target, start + nbytes, target_offset + nbytes))
         assert not begins & ends
     return contents
 
 
-@given(st.data(), stores(), st.booleans(), st.integers(1, 5), st.integers(1, 4), st.sampled_from([0, 1, 4, 100]))
+@given(
+    st.data(),
+    stores(),
+    st.booleans(),
+    st.integers(1, 5),
+    st.integers(1, 4),
+    st.sampled_from([0, 1, 4, 100]),
+    st.sampled_from([0, 4, 100]),
+)
 def test_reads_give_what_indexing_gives(
-    data: st.DataObject, store: Store, verify: bool, batch_blocks: int, segments_max: int, gap_bytes: int
+    data: st.DataObject,
+    store: Store,
+    verify: bool,
+    batch_blocks: int,
+    segments_max: int,
+    gap_bytes: int,
+    spaced_gap_bytes: int,
 ) -> None:
+    """Any slices of tensors are read, and any elements in the order of any grid."""
     batch_bytes = batch_blocks * store.block_bytes
     requests: Requests = []
     targets, expected = [], []
@@ -185,7 +219,13 @@ def test_reads_give_what_indexing_gives(
         requests.append((stored, [(span, 0)]))
         targets.append(bytearray(result.nbytes))
         expected.append(result.tobytes())
-    with mock.patch.object(coalesce, "SEGMENTS_MAX", segments_max):
+        grid = data.draw(grids(stored.values.shape[:-1]))
+        start = data.draw(st.integers(0, grid.numel))
+        span = Span(grid, start, data.draw(st.integers(start, grid.numel)))
+        requests.append((stored, [(span, 0)]))
+        expected.append(stored.values.reshape(-1, stored.item)[order_of(grid)][start : span.stop].tobytes())
+        targets.append(bytearray(len(expected[-1])))
+    with mock.patch.multiple(coalesce, SEGMENTS_MAX=segments_max, SPACED_GAP_BYTES=spaced_gap_bytes):
         ops = plan_reads(
             found(requests),
             data_starts=store.data_starts,
@@ -206,14 +246,52 @@ def test_reads_give_what_indexing_gives(
     assert all(times == 1 for times in read.values())
     assert all(((op.segments.block >= 0) == (verify & (op.segments.copies > 0))).all() for op in ops)
     if not verify:
-        assert len(read) == sum(map(len, targets)) + sum(gaps)
+        unwanted = np.array(sorted(set(read) - wanted_bytes(store, ops)), np.int64).reshape(-1, 2)
+        ends = np.append(np.flatnonzero((unwanted[1:] - unwanted[:-1] != [0, 1]).any(1)), len(unwanted) - 1)
+        assert np.diff(ends, prepend=-1).max(initial=0) <= max(gap_bytes, spaced_gap_bytes)
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_tensor_that_is_cut_in_its_columns_is_read_in_whole_boxes(verify: bool) -> None:
+    """However short the runs of adjacent elements are, a block takes a few copies, and each byte is read once. A row of
+    such a tensor needs only its own bytes, or its own blocks."""
+    rows, columns, ranks, block_bytes = 512, 64, 4, 4 * KIB
+    grid = Grid((rows, columns), ((), tuple(((16 * rank, 16),) for rank in range(ranks))))
+    item, box_bytes = 2, rows * 16 * 2
+    values = np.random.default_rng(0).integers(0, 256, (rows, columns, item), np.uint8)
+    pieces = [Piece(rank, Tier.DEVICE, 0, grid.box(rank), 0, 0) for rank in range(ranks)]
+    stored = Stored(values, item, pieces, list(range(ranks)), grid)
+    contents = [stored.in_order[piece.span.start : piece.span.stop].tobytes() for piece in pieces]
+    places = {(rank, n): (n * block_bytes, (n + 1) * block_bytes) for rank in range(ranks) for n in range(4)}
+    store = Store([stored], contents, [0] * ranks, block_bytes, places)
+
+    def read(index: tuple[slice, ...]) -> tuple[tuple[coalesce.ReadOp, ...], int]:
+        ops = plan_reads(
+            found([(stored, [(slice_of((rows, columns), index)[1], 0)])]),
+            data_starts=[0] * ranks, block_bytes=block_bytes, verify=verify, batch_bytes=2 * block_bytes,
+        )  # fmt: skip
+        target = bytearray(values[index].nbytes)
+        times = run(store, ops, [target])
+        assert bytes(target) == values[index].tobytes()
+        assert set(times.values()) == {1}
+        return ops, len(times)
+
+    ops, nbytes = read(())
+    assert [(op.file, op.nbytes) for op in ops] == [(rank, 2 * block_bytes) for rank in range(ranks) for _ in range(2)]
+    assert all(op.segments.copies.tolist() == [1, 1] for op in ops)
+    assert nbytes == ranks * box_bytes
+    assert read((slice(5, 6),))[1] == (ranks * block_bytes if verify else columns * item)
+    assert read((slice(128, 256),))[1] == 128 * columns * item
+    ops, nbytes = read((slice(None), slice(20, 25)))
+    assert sum(len(op.segments.source) for op in ops) <= 3 * box_bytes // block_bytes
+    assert box_bytes * 0.95 < nbytes <= box_bytes
 
 
 @pytest.mark.parametrize(
     ("gap_bytes", "reads"), [(0, [(100, 4), (106, 2), (110, 1)]), (2, [(100, 11)]), (1, [(100, 4), (106, 2), (110, 1)])]
 )
 def test_ranges_with_a_small_gap_between_them_are_read_together(gap_bytes: int, reads: list[tuple[int, int]]) -> None:
-    columns = ([0] * 3, [0, 6, 10], [4, 2, 1], [0, 1, 2], [0] * 3, [4, 2, 1], [0, 1, 2], [0] * 3)
+    columns = ([0] * 3, [0, 6, 10], [4, 2, 1], [0, 1, 2], [0] * 3, [4, 2, 1], [0, 1, 2], [0] * 3, *[[1] * 3] * 3)
     wanted = PieceRanges(*(np.array(column, np.int64) for column in columns))
     ops = plan_reads(
         wanted, data_starts=[100], block_bytes=4096, verify=True, batch_bytes=8192, gap_bytes=gap_bytes,
@@ -291,10 +369,11 @@ def run_straight(
         assert sum(nbytes for _, nbytes, _ in covered) == segments.nbytes[segments.straight].sum()
         segment = np.repeat(np.arange(len(starts)), segments.copies)
         staged = ~segments.straight[segment]
-        columns = (starts[segment] + segments.source, segments.copy_bytes, segments.target, segments.target_offset)
-        for start, nbytes, target, target_offset in np.stack(columns, 1)[staged].tolist():
-            targets[target][target_offset : target_offset + nbytes] = store.contents[op.file][start : start + nbytes]
-            filled.update((target, byte) for byte in range(target_offset, target_offset + nbytes))
+        columns = (starts[segment] + segments.source, *segments[6:])
+        for start, nbytes, target, target_offset, runs, *strides in np.stack(columns, 1)[staged].tolist():
+            put_runs(targets[target], target_offset, store.contents[op.file], start, nbytes, runs, strides)
+            for place in range(target_offset, target_offset + runs * strides[1], strides[1]):
+                filled.update((target, byte) for byte in range(place, place + nbytes))
         alone = np.flatnonzero(segments.address >= 0)
         first = (np.cumsum(segments.copies) - segments.copies)[alone]
         assert not segments.straight[segments.address < 0].any()
@@ -406,14 +485,14 @@ def test_bytes_with_the_same_alignment_in_memory_and_file_are_read_straight_to_m
 
 @pytest.mark.parametrize("verify", [True, False])
 def test_a_block_that_is_wanted_only_in_part_goes_through_a_buffer(verify: bool) -> None:
-    """A block that is wanted twice also goes through a buffer."""
+    """What is wanted twice also goes through a buffer, because each byte is read once."""
     stored = Stored(np.empty(0), 1, [Piece(0, Tier.DEVICE, 0, all_of((256,)), 0, 0)], [0])
     wanted = found([(stored, [elements(10, 200, 10)]), (stored, [elements(130, 140)])])
     places = Places(np.array([5000, 9000]), 1, 1)
     with mock.patch.object(coalesce, "STRAIGHT_BYTES_MIN", 1):
         ops = plan_reads(wanted, data_starts=[0], block_bytes=64, verify=verify, batch_bytes=4096, places=places)
     straight = np.concatenate([op.segments.straight for op in ops]).tolist()
-    assert straight == ([False, True, False, False] if verify else [True] * 5)
+    assert straight == ([False, True, False, False] if verify else [True, True, False, True])
 
 
 @given(stores(), st.lists(st.booleans(), min_size=4, max_size=4), st.booleans())

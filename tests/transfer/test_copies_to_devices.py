@@ -99,6 +99,19 @@ def test_the_dtype_is_converted_on_the_device(tmp_path: Path) -> None:
         assert sum(copy.nbytes for copy in to_devices()) == sum(tensor.nbytes for tensor in tensors.values())
 
 
+def test_tensors_in_another_order_are_cut_on_the_device(tmp_path: Path) -> None:
+    """A few copies bring the bytes of all runs to the device, and there they go to their places, also converted."""
+    full = write_state(tmp_path / "c", 3, {**LARGE, **SMALL}, parts=("master",), layout="divided").full
+    for dtype in (torch.float32, torch.bfloat16):
+        checkpoint = zckpt.open(tmp_path / "c")
+        loaded = checkpoint.load(device="sim", dtype=dtype)
+        assert same(loaded, {key: value.to(dtype) for key, value in full.items()})
+        assert not ticks("converted on the host")
+        assert sum(copy.nbytes for copy in to_devices()) == sum(value.nbytes for value in full.values())
+        assert not any(copy.waited for copy in to_devices())
+        forget()
+
+
 def test_targets_on_the_host_and_on_several_devices_in_one_load(tmp_path: Path) -> None:
     """Some targets have another dtype. The load waits for all earlier work on its targets, on any stream."""
     tensors = write(tmp_path / "c", LARGE | SMALL, ranks=3)

@@ -35,7 +35,7 @@ from zckpt.format.limits import (
 )
 from zckpt.format.names import Tier
 from zckpt.format.rules import broken
-from zckpt.geometry import Grid
+from zckpt.geometry import Grid, all_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -216,9 +216,19 @@ class Manifest:
         return {name: i for i, name in enumerate(self.names)}
 
     def grid(self, part_id: int, row: int) -> Grid:
-        """Returns the grid of the tensor in a row of a part."""
+        """Returns the grid of the tensor in a row of a part. Tensors with the same one share one object."""
         part = self.parts[part_id]
-        return Grid(self.shapes[part.shape_ids[row]], self.grids[part.grid_ids[row]])
+        ids = part.shape_ids[row], part.grid_ids[row]
+        grid = self._grids.get(ids)
+        if grid is None:
+            shape, sections = self.shapes[ids[0]], self.grids[ids[1]]
+            grid = self._grids[ids] = Grid(shape, sections) if sections else all_of(shape).grid
+        return grid
+
+    @cached_property
+    def _grids(self) -> dict[tuple[int, int], Grid]:
+        """The grids that ``grid`` has made, by the ids of the shape and of the sections."""
+        return {}
 
     @cached_property
     def part_ids(self) -> dict[str, int]:

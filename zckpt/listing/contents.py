@@ -406,6 +406,11 @@ class Contents(Mapping[str, TensorInfo]):
         """Returns the grid of a tensor. Its pieces are in the order of this grid."""
         return self.manifest.grid(*info._place)
 
+    def grids(self, infos: Iterable[TensorInfo]) -> list[Grid]:
+        """Returns the grid of each tensor."""
+        grid = self.manifest.grid
+        return [grid(*info._place) for info in infos]
+
     def stored(self, infos: Sequence[TensorInfo], copies: Sequence[int | None], rank: int | None) -> StoredPieces:
         """Returns the pieces of one copy of each tensor: the copy that ``copies`` names, or, where that is None, the
         one that suits ``rank`` best."""

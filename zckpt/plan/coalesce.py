@@ -1,6 +1,7 @@
 """Plans reads from ranges of pieces. Blocks are read whole if their digests are checked, adjacent bytes are read
 together, each byte is read once, and long ranges go straight to their target. Where another request would cost more,
-the bytes between two ranges are read too."""
+the bytes between two ranges are read too. Equally spaced ranges are read as one range, and copied from there with one
+stride."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from zckpt.format.limits import DATA_ALIGNMENT_BYTES as PAGE_BYTES
-from zckpt.geometry import ragged, runs_of_equal
+from zckpt.geometry import Spaced, ragged, runs_of_equal
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -30,6 +31,9 @@ STRAIGHT_BYTES_MAX = 16 << 20
 """The most bytes of one read or write that is straight as a whole, unless a staging buffer is larger. Such a read or
 write needs no buffer. The larger it is, the less of the processor's time it takes for each byte. But if it were larger
 than this, some threads might end long before others."""
+SPACED_GAP_BYTES = 64 << 10
+"""The most bytes between two equally spaced ranges that are read together. A further request takes longer than reading
+so many bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +62,8 @@ class Segments(NamedTuple):
     says whether direct I/O reads the segment straight into that memory, except for its edges.
 
     The other columns have an entry for each copy: ``copy_bytes`` bytes from byte ``source`` of the segment on go to
-    byte ``target_offset`` of target number ``target``.
+    byte ``target_offset`` of target number ``target``. A copy consists of ``runs`` such ranges. Each further one begins
+    ``source_stride`` bytes later in the segment, and goes to a place ``target_stride`` bytes later in the target.
     """
 
     nbytes: Ints
@@ -70,6 +75,9 @@ class Segments(NamedTuple):
     copy_bytes: Ints
     target: Ints
     target_offset: Ints
+    runs: Ints
+    source_stride: Ints
+    target_stride: Ints
 
 
 class Ranges(NamedTuple):
@@ -113,12 +121,15 @@ class ReadOp(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Copies:
     """The copies that are made of the bytes of a read, as int64 columns: ``nbytes`` bytes from byte ``start`` of the
-    read on go to byte ``target_offset`` of target number ``target``."""
+    read on go to byte ``target_offset`` of target number ``target``. The other columns are those of ``Segments``."""
 
     start: Ints
     nbytes: Ints
     target: Ints
     target_offset: Ints
+    runs: Ints
+    source_stride: Ints
+    target_stride: Ints
 
 
 def joined_copies(segments: Segments, wanted: NDArray[np.bool_]) -> Copies:
@@ -128,15 +139,21 @@ def joined_copies(segments: Segments, wanted: NDArray[np.bool_]) -> Copies:
     at = (np.cumsum(segments.nbytes) - segments.nbytes)[segment] + segments.source
     order = np.lexsort((at, segments.target))
     order = order[wanted[segments.target[order]]]
-    start, nbytes, target, target_offset = (
-        column[order] for column in (at, segments.copy_bytes, segments.target, segments.target_offset)
+    start, nbytes, target, target_offset, runs = (
+        column[order] for column in (at, segments.copy_bytes, segments.target, segments.target_offset, segments.runs)
     )
     begins = np.ones(len(order), bool)
     begins[1:] = (target[1:] != target[:-1]) | (start[1:] != start[:-1] + nbytes[:-1])
-    begins[1:] |= target_offset[1:] != target_offset[:-1] + nbytes[:-1]
+    begins[1:] |= (target_offset[1:] != target_offset[:-1] + nbytes[:-1]) | (runs[1:] > 1) | (runs[:-1] > 1)
     first = np.flatnonzero(begins)
     return Copies(
-        start[first], np.add.reduceat(nbytes, first) if len(first) else nbytes, target[first], target_offset[first]
+        start[first],
+        np.add.reduceat(nbytes, first) if len(first) else nbytes,
+        target[first],
+        target_offset[first],
+        runs[first],
+        segments.source_stride[order][first],
+        segments.target_stride[order][first],
     )
 
 
@@ -161,40 +178,56 @@ def plan_reads(
     ``batch_bytes`` is at least ``block_bytes``. Without ``places``, all bytes that are read go through staging buffers.
     Two ranges of a file are read together if there are at most ``gap_bytes`` bytes between them.
     """
-    first = piece_ranges.start // block_bytes
-    # From here on there is a row for each block that a range has bytes of.
-    piece_range, number = ragged((piece_ranges.stop - 1) // block_bytes - first + 1)
-    number += first[piece_range]
-    wanted_start, piece_bytes = piece_ranges.start[piece_range], piece_ranges.piece_bytes[piece_range]
-    block_start, block_stop = number * block_bytes, np.minimum((number + 1) * block_bytes, piece_bytes)
-    cut_start, cut_stop = np.maximum(wanted_start, block_start), np.minimum(piece_ranges.stop[piece_range], block_stop)
+    if not verify:  # Ranges with long gaps between them are read one by one.
+        gaps = piece_ranges.stride - piece_ranges.stop + piece_ranges.start
+        piece_ranges = piece_ranges.apart(gaps > max(gap_bytes, SPACED_GAP_BYTES))
+    spaced = piece_ranges.spaced
+    first = spaced.start // block_bytes
+    # From here on, the columns have an item for each row of ranges and each block that may have bytes of it.
+    row, number = ragged((spaced.stop - 1) // block_bytes - first + 1)
+    number += first[row]
+    block_start = number * block_bytes
+    block_stop = np.minimum(block_start + block_bytes, piece_ranges.piece_bytes[row])
+    cut = Spaced._make(column[row] for column in spaced).cut(block_start, block_stop)
+    # And from here on, for each copy.
+    row, number, block_start, block_stop = (column[cut.row] for column in (row, number, block_start, block_stop))
+    stride, target_stride = piece_ranges.stride[row], piece_ranges.target_stride[row]
+    cut_start = piece_ranges.start[row] + cut.first * stride + cut.before
+    cut_stop = cut_start + (cut.runs - 1) * stride + cut.numel
     start, stop = (block_start, block_stop) if verify else (cut_start, cut_stop)
-    block = piece_ranges.block[piece_range] + number if verify else np.full(len(number), -1)
-    file = piece_ranges.file[piece_range]
-    origin = np.array(data_starts, np.int64)[file] + piece_ranges.piece_offset[piece_range]
+    block = piece_ranges.block[row] + number if verify else np.full(len(row), -1)
+    file = piece_ranges.file[row]
+    origin = np.array(data_starts, np.int64)[file] + piece_ranges.piece_offset[row]
     is_urgent = np.isin(file, piece_ranges.file[piece_ranges.target < urgent])
 
     order = np.lexsort((block, origin + stop, origin + start, file, ~is_urgent))
     file, start_at, stop_at, block = file[order], (origin + start)[order], (origin + stop)[order], block[order]
     begins = np.ones(len(order), bool)  # where a segment begins; copies of the same bytes share one
-    begins[1:] = ((file[1:] != file[:-1]) | (start_at[1:] != start_at[:-1]) | (stop_at[1:] != stop_at[:-1])) | (
-        block[1:] != block[:-1]
-    )
+    begins[1:] = file[1:] != file[:-1]
+    if verify:
+        begins[1:] |= (start_at[1:] != start_at[:-1]) | (stop_at[1:] != stop_at[:-1]) | (block[1:] != block[:-1])
+    else:
+        for of_file in runs_of_equal(file):
+            np.maximum.accumulate(stop_at[slice(*of_file)], out=stop_at[slice(*of_file)])
+        begins[1:] |= start_at[1:] >= stop_at[:-1]
     first_copy = np.flatnonzero(begins)
     copies = np.diff(first_copy, append=len(order))
     copy_columns = (
-        (cut_start - start)[order],
-        (cut_stop - cut_start)[order],
-        piece_ranges.target[piece_range][order],
-        (piece_ranges.target_offset[piece_range] + cut_start - wanted_start)[order],
+        (origin + cut_start)[order] - np.repeat(start_at[begins], copies),
+        cut.numel[order],
+        piece_ranges.target[row][order],
+        (piece_ranges.target_offset[row] + cut.first * target_stride + cut.before)[order],
+        cut.runs[order],
+        stride[order],
+        target_stride[order],
     )
-    file, start_at, stop_at, block = file[begins], start_at[begins], stop_at[begins], block[begins]
+    file, start_at, stop_at, block = file[begins], start_at[begins], stop_at[first_copy + copies - 1], block[begins]
     is_urgent = is_urgent[order][begins]
     nbytes = stop_at - start_at
-    _, copy_bytes, target, target_offset = (column[first_copy] for column in copy_columns)
+    copy_bytes, target, target_offset, runs = (column[first_copy] for column in copy_columns[1:5])
     if places is None:
         places = Places(np.full(int(target.max(initial=-1)) + 1, -1), 1, 1)
-    alone = (copies == 1) & (copy_bytes == nbytes) & (places.address[target] >= 0)
+    alone = (copies == 1) & (runs == 1) & (copy_bytes == nbytes) & (places.address[target] >= 0)
     address = np.where(alone, places.address[target] + target_offset, -1)
     cuts = _cuts(file, start_at, stop_at, address, batch_bytes, places, gap_bytes)
     gap = np.setdiff1d(np.flatnonzero(start_at[1:] > stop_at[:-1]) + 1, cuts)  # the segments that come after a gap

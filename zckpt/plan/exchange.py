@@ -110,6 +110,7 @@ def plan_messages(
     ``slices.starts``, divided by ``item_bytes``. ``item_bytes`` is the size in bytes of an element of each tensor in
     the files."""
     held_ranges = piece_ranges(held, grids, wanted, item_bytes)
+    held_ranges = held_ranges.apart(held_ranges.runs > 1)
     item = np.array(item_bytes, np.int64)[held_ranges.target]
     # Each range is cut where a slice ends, so there is a row for each slice that it has bytes of.
     first, stop = held_ranges.target_offset, held_ranges.target_offset + held_ranges.stop - held_ranges.start

@@ -8,10 +8,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from zckpt.geometry import Span, Spans, runs_in, spans_in_both
+from zckpt.errors import UnsupportedError
+from zckpt.geometry import RUNS_MAX, Spaced, Span, Spans, ragged, runs_in, spans_in_both
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from numpy.typing import NDArray
 
     from zckpt.format.data_file import Header
     from zckpt.geometry import Grid, Ints
@@ -72,8 +75,10 @@ class PieceRanges:
     """Ranges of stored pieces, and where they go, as int64 columns.
 
     A piece occupies ``piece_bytes`` bytes of the data of file number ``file``, from byte ``piece_offset`` on. Its first
-    digest has the number ``block`` among the digests of the file. The bytes ``[start, stop)`` of the piece go to byte
-    ``target_offset`` of target number ``target``."""
+    digest has the number ``block`` among the digests of the file. A row has ``runs`` equally spaced ranges of the
+    piece. The first one is its bytes ``[start, stop)``, which go to byte ``target_offset`` of target number ``target``.
+    Each further one begins ``stride`` bytes later in the piece, and goes to a place ``target_stride`` bytes later in
+    the target."""
 
     file: Ints
     piece_offset: Ints
@@ -83,6 +88,31 @@ class PieceRanges:
     stop: Ints
     target: Ints
     target_offset: Ints
+    runs: Ints
+    stride: Ints
+    target_stride: Ints
+
+    @property
+    def spaced(self) -> Spaced:
+        """The bytes of each row, counted in its piece."""
+        return Spaced(self.start, self.stop - self.start, self.runs, self.stride)
+
+    def apart(self, which: NDArray[np.bool_]) -> PieceRanges:
+        """Returns the same ranges. Those of the rows for which ``which`` is true are in a row of their own each. Raises
+        UnsupportedError if there are too many for the memory."""
+        if not (which & (self.runs > 1)).any():
+            return self
+        count = np.where(which, self.runs, 1)
+        if int(count.sum()) > RUNS_MAX:
+            raise UnsupportedError(
+                f"tensors would be moved in more than {RUNS_MAX:,} runs of adjacent elements",
+                hint="move fewer of them at a time; what a checkpoint has is read in fewer runs with verify=True",
+            )
+        row, number = ragged(count)
+        columns = {name: getattr(self, name)[row] for name in self.__dataclass_fields__}
+        for place, stride in (("start", "stride"), ("stop", "stride"), ("target_offset", "target_stride")):
+            columns[place] = columns[place] + number * columns[stride]
+        return PieceRanges(**columns | {"runs": np.where(which, 1, self.runs)[row]})
 
 
 def choose_copies(row: Ints, copy: Ints, holder: Ints, rank: int | None) -> Ints:
@@ -105,38 +135,50 @@ def piece_ranges(
     """Finds where the elements that are ``wanted`` are stored. ``grids`` has the grid of the tensor of each request, in
     whose order the tensor is stored, and ``item_bytes`` the size in bytes of an element of each request."""
     item_of_request = np.array(item_bytes, np.int64)
-    spans, target_start = _in_order_of(grids, wanted)
-    numel = np.array([grid.numel for grid in grids], np.int64)
-    # From here on, the columns have one item for each pair of a span and a piece that has elements of it.
-    span, piece, common = spans_in_both(spans, stored, numel)
-    item = item_of_request[common.tensor]
-    piece_start = stored.start[piece]
+    tensor, spaced, target_start, target_stride = _in_order_of(grids, wanted)
+    # From here on, the columns have one item for each pair of a row and a piece that may have elements of it.
+    row, piece, common = spans_in_both(Spans(tensor, spaced.start, spaced.stop), stored)
+    spaced = Spaced._make(column[row] for column in spaced)
+    cut = spaced.cut(common.start, common.stop)
+    # And from here on, one item for each part of a row that is in one piece.
+    row, piece, stride = row[cut.row], piece[cut.row], spaced.stride[cut.row]
+    item = item_of_request[tensor[row]]
+    start = spaced.start[cut.row] + cut.first * stride + cut.before - stored.start[piece]
     return PieceRanges(
         file=stored.file[piece],
         piece_offset=stored.offset[piece],
         piece_bytes=stored.numel[piece] * item,
         block=stored.block[piece],
-        start=(common.start - piece_start) * item,
-        stop=(common.stop - piece_start) * item,
-        target=common.tensor,
-        target_offset=(target_start[span] + common.start - spans.start[span]) * item,
+        start=start * item,
+        stop=(start + cut.numel) * item,
+        target=tensor[row],
+        target_offset=(target_start[row] + cut.first * target_stride[row] + cut.before) * item,
+        runs=cut.runs,
+        stride=stride * item,
+        target_stride=target_stride[row] * item,
     )
 
 
-def _in_order_of(grids: Sequence[Grid], wanted: Iterable[Wanted]) -> tuple[Spans, Ints]:
-    """Returns the elements that are ``wanted`` as spans in the order in which they are stored, by the numbers of the
-    requests, and the first element of the target to which each span goes."""
-    rows: list[tuple[int, int, int, int]] = []
+def _in_order_of(grids: Sequence[Grid], wanted: Iterable[Wanted]) -> tuple[Ints, Spaced, Ints, Ints]:
+    """Returns the elements that are ``wanted``, in the order in which they are stored, as rows of equally spaced runs:
+    the request of each row, its runs, the element of the target to which its first run goes, and the number of elements
+    from there to the place of the next run."""
+    numbers: list[int] = []  # four for each span, in one list, which numpy converts in half the time
     tables = []
-    for request, span, target_start in wanted:
-        if span.grid == grids[request]:
-            if span.start < span.stop:
-                rows.append((request, span.start, span.stop, target_start))
+    for request, (own, start, stop), target_start in wanted:
+        grid = grids[request]
+        if own is grid or own == grid:  # Mostly they are one object, and then they are not compared.
+            if start < stop:
+                numbers += (request, start, stop, target_start)
             continue
-        at, start, numel = runs_in(span, grids[request])
-        tables.append(np.stack([np.full_like(at, request), start, start + numel, target_start + at], 1))
-    *columns, target = np.concatenate([np.array(rows, np.int64).reshape(-1, 4), *tables]).T
-    return Spans(*columns), target
+        runs = runs_in(Span(own, start, stop), grid)
+        columns = (runs.other, runs.numel, runs.runs, runs.other_stride, target_start + runs.one, runs.one_stride)
+        tables.append(np.stack([np.full_like(runs.one, request), *columns], 1))
+    requests, starts, stops, places = np.array(numbers, np.int64).reshape(-1, 4).T
+    numel = stops - starts
+    single = np.stack([requests, starts, numel, np.ones_like(numel), numel, places, numel], 1)
+    tensor, *spaced, target, target_stride = np.concatenate([single, *tables]).T
+    return tensor, Spaced(*spaced), target, target_stride
 
 
 def entry_ranges(headers: Mapping[int, Header], block_bytes: int) -> PieceRanges:
@@ -148,8 +190,8 @@ def entry_ranges(headers: Mapping[int, Header], block_bytes: int) -> PieceRanges
         for entry, block in zip(header.entries, header.first_blocks(block_bytes), strict=False)
     ]
     file, offset, nbytes, block_column = np.array(rows, np.int64).reshape(-1, 4).T
-    zeros, targets = np.zeros(len(rows), np.int64), np.arange(len(rows))
+    zeros, ones, targets = np.zeros(len(rows), np.int64), np.ones(len(rows), np.int64), np.arange(len(rows))
     return PieceRanges(
         file, piece_offset=offset, piece_bytes=nbytes, block=block_column, start=zeros, stop=nbytes, target=targets,
-        target_offset=zeros,
+        target_offset=zeros, runs=ones, stride=nbytes, target_stride=nbytes,
     )  # fmt: skip

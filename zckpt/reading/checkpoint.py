@@ -29,6 +29,7 @@ from zckpt.transfer.staging import StagingPool, pool_for
 from zckpt.transfer.torch_dtypes import dtype_of
 
 if TYPE_CHECKING:
+    from zckpt.geometry import Grid
     from zckpt.listing.contents import Contents
     from zckpt.plan.select import Keys
     from zckpt.storage.contract import IOCount
@@ -493,30 +494,36 @@ class Checkpoint(Mapping[str, TensorInfo]):
         staging = staging or self.staging(devices_of(request.target for request in requests))
         if not urgent:
             after_urgent()
-        batches, left = list(self._batches(requests)), urgent
+        grids = self.contents.grids(request.info for request in requests)
+        batches, left = list(self._batches(requests, grids)), urgent
         with staging.kept() if len(batches) > 1 else nullcontext():
             for batch in batches:
-                has_last_urgent = 0 < left <= len(batch)
+                size = batch.stop - batch.start
+                has_last_urgent = 0 < left <= size
                 after = after_urgent if has_last_urgent else lambda: None
-                self._read(batch, rank, verify, advance, staging, left if has_last_urgent else 0, after)
-                left -= len(batch)
+                urgent_of_batch = left if has_last_urgent else 0
+                self._read(requests[batch], grids[batch], rank, verify, advance, staging, urgent_of_batch, after)
+                left -= size
 
-    def _batches(self, requests: Sequence[ReadRequest]) -> Iterator[Sequence[ReadRequest]]:
-        """Yields the requests that are planned together. Planning takes memory for each piece of a tensor, and for each
-        run of adjacent elements."""
+    def _batches(self, requests: Sequence[ReadRequest], grids: Sequence[Grid]) -> Iterator[slice]:
+        """Yields the positions of the requests that are planned together. Planning takes memory for each piece of a
+        tensor, and for each row of equally spaced runs. ``grids``: the grid of the tensor of each request."""
         first, planned = 0, 0
-        for number, request in enumerate(requests):
-            pieces = self.world_size - 1 + run_count(request.span, self.contents.grid(request.info))
+        for number, (request, grid) in enumerate(zip(requests, grids, strict=True)):
+            # Mostly the span has the same grid object, and then its runs need not be counted.
+            runs = 1 if request.span.grid is grid else run_count(request.span, grid)
+            pieces = self.world_size - 1 + runs
             if number > first and planned + pieces > PLANNED_PIECES:
-                yield requests[first:number]
+                yield slice(first, number)
                 first, planned = number, 0
             planned += pieces
         if requests:
-            yield requests[first:]
+            yield slice(first, len(requests))
 
     def _read(
         self,
         requests: Sequence[ReadRequest],
+        grids: Sequence[Grid],
         rank: int | None,
         verify: bool,
         advance: Callable[[int], None],
@@ -528,7 +535,7 @@ class Checkpoint(Mapping[str, TensorInfo]):
         infos, spans, tensors, copies = zip(*requests, strict=True)
         stored_ranges = piece_ranges(
             self.contents.stored(infos, copies, rank),
-            list(map(self.contents.grid, infos)),
+            grids,
             map(Wanted, itertools.count(), spans),
             [info.item_bytes for info in infos],
         )

@@ -126,26 +126,43 @@ def give_back_memory(devices: Iterable[torch.device]) -> None:
         give_back_pinned_memory()
 
 
+def rows_of(flat: torch.Tensor, runs: int, run_numel: int, stride: int) -> torch.Tensor:
+    """Returns ``runs`` runs of ``run_numel`` elements of a 1-D tensor as the rows of a view. The first run begins with
+    the first element of ``flat``, and each further one ``stride`` elements later. If there is one run, the view has one
+    dimension."""
+    return flat[:run_numel] if runs == 1 else flat.as_strided((runs, run_numel), (stride, 1), flat.storage_offset())
+
+
 class ToDevice(NamedTuple):
     """One copy from a staging buffer to a device. The copied elements have the dtype ``dtype``, begin at byte ``start``
-    of the buffer, and fill ``target``, a 1-D tensor. They are converted to the dtype of ``target``."""
+    of the buffer, and fill ``target``. They are converted to the dtype of ``target``. ``target`` has one dimension, or
+    is what ``rows_of`` returns. Then its rows begin every ``stride`` bytes in the buffer."""
 
     start: int
     dtype: torch.dtype
     target: torch.Tensor
+    stride: int = 0
 
     @property
     def nbytes(self) -> int:
-        """The number of bytes of the elements in the buffer."""
-        return self.target.numel() * self.dtype.itemsize
+        """The number of bytes of the buffer from the first element to the last one."""
+        runs, run_numel = (1, *self.target.shape)[-2:]
+        return int((runs - 1) * self.stride + run_numel * self.dtype.itemsize)
+
+    @property
+    def is_adjacent(self) -> bool:
+        """Whether both memories have the bytes one after the other, unconverted, so that the device can copy them
+        without a buffer of its own."""
+        return self.dtype == self.target.dtype and self.target.dim() == 1
 
     def of(self, buffer: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the target and the part of ``buffer`` that is copied to it, as two tensors of one dtype unless the
         elements are converted."""
         stored = buffer[self.start : self.start + self.nbytes]
-        if self.dtype == self.target.dtype:
+        if self.is_adjacent:
             return self.target.view(torch.uint8), stored
-        return self.target, stored.view(self.dtype)
+        runs, run_numel = (1, *self.target.shape)[-2:]
+        return self.target, rows_of(stored.view(self.dtype), runs, run_numel, self.stride // self.dtype.itemsize)
 
 
 class FromDevice(NamedTuple):
@@ -184,8 +201,7 @@ class CopyQueue:
                 target.copy_(stored)
             return None
         with self._queueing, self._stream:
-            same_dtypes = all(copy.dtype == copy.target.dtype for copy in copies)
-            if same_dtypes and _are_large([copy.target.nbytes for copy in copies]):
+            if all(copy.is_adjacent for copy in copies) and _are_large([copy.target.nbytes for copy in copies]):
                 for copy in copies:
                     target, stored = copy.of(buffer)
                     target.copy_(stored, non_blocking=True)

@@ -52,6 +52,14 @@ def copy_to(address: int, staged: Bytes) -> None:
     _ALL[address - PAGE_BYTES : address - PAGE_BYTES + len(staged)] = staged
 
 
+def copy_spaced(address: int, stride: int, staged: Bytes, run_bytes: int, staged_stride: int) -> None:
+    """Copies runs of ``run_bytes`` bytes that begin every ``staged_stride`` bytes of ``staged``, which ends with the
+    last run, to host memory: the first run to ``address``, and each further one ``stride`` bytes later."""
+    runs = (len(staged) - run_bytes) // staged_stride + 1
+    target = np.ndarray(runs, f"V{run_bytes}", _ALL, address - PAGE_BYTES, stride)
+    target[:] = np.ndarray(runs, target.dtype, staged, 0, staged_stride)
+
+
 class HostMemory:
     """The host memory of the targets of a load, as far as stored bytes can go there unconverted.
 
@@ -79,10 +87,12 @@ class HostMemory:
         if (start < 0).any() or (start + nbytes > self._nbytes[target]).any():
             raise ValueError("a range is longer than the memory that it goes to")
 
-    def put(self, target: int, start: int, staged: Bytes) -> bool:
-        """Copies stored bytes to byte ``start`` of a target. Returns False, and copies nothing, if they cannot go there
-        unconverted."""
+    def put(self, target: int, start: int, stride: int, staged: Bytes, run_bytes: int, staged_stride: int) -> bool:
+        """Copies stored bytes to a target, from its byte ``start`` on, as ``copy_spaced`` does. Returns False, and
+        copies nothing, if they cannot go there unconverted."""
         address = int(self.address[target])
-        if address >= 0:
+        if address >= 0 and run_bytes == len(staged):
             copy_to(address + start, staged)
+        elif address >= 0:
+            copy_spaced(address + start, stride, staged, run_bytes, staged_stride)
         return address >= 0

@@ -16,7 +16,7 @@ from zckpt.errors import CastError, StateError, ZckptError
 from zckpt.plan.coalesce import STRAIGHT_BYTES_MIN
 from zckpt.storage.buffers import PAGE_BYTES
 from zckpt.system import linux
-from zckpt.transfer.devices import ToDevice, check_devices, device_memory, devices_of
+from zckpt.transfer.devices import ToDevice, check_devices, device_memory, devices_of, rows_of
 from zckpt.transfer.host_memory import HostMemory
 
 if TYPE_CHECKING:
@@ -243,21 +243,31 @@ class Targets:
             return None
         return byte_tensor(tensor)[start : start + nbytes]
 
-    def to_device(self, target: int, start: int, nbytes: int, staged_at: int) -> ToDevice:
-        """Returns the copy of ``nbytes`` stored bytes from byte ``staged_at`` of a staging buffer to byte ``start`` of
-        a target on a device. ``start`` counts stored bytes too."""
-        dtype = self._stored[target]
-        first = start // dtype.itemsize
-        flat = self._tensors[target].detach().reshape(-1)
-        return ToDevice(staged_at, dtype, flat[first : first + nbytes // dtype.itemsize])
+    def to_device(
+        self, target: int, start: int, runs: int, stride: int, run_bytes: int, staged_at: int, staged_stride: int
+    ) -> ToDevice:
+        """Returns the copy of ``runs`` runs of ``run_bytes`` stored bytes from a staging buffer to a target on a
+        device. The first run goes from byte ``staged_at`` of the buffer to byte ``start`` of the target, and the
+        strides are the numbers of bytes from one run to the next. Bytes of the target count as stored bytes too."""
+        room = self._rows(target, start, runs, stride, run_bytes)
+        return ToDevice(staged_at, self._stored[target], room, staged_stride)
 
-    def put(self, target: int, start: int, staged: Bytes) -> None:
-        """Copies stored bytes to a target in host memory. ``start`` is the number of the first byte in the target,
-        counted in stored bytes."""
-        if self.host.put(target, start, staged):
+    def put(self, target: int, start: int, stride: int, staged: Bytes, run_bytes: int, staged_stride: int) -> None:
+        """Copies stored bytes to a target in host memory. They are runs of ``run_bytes`` bytes, which begin every
+        ``staged_stride`` bytes of ``staged``, and of which the last run is the end. The first run goes to byte
+        ``start`` of the target, and each further one ``stride`` bytes later, counted in stored bytes."""
+        if self.host.put(target, start, stride, staged, run_bytes, staged_stride):
             return
         dtype = self._stored[target]
+        runs = (len(staged) - run_bytes) // staged_stride + 1
         # A staging buffer begins with a page, so its elements are aligned.
-        values = torch.from_numpy(staged).view(dtype)
-        first = start // dtype.itemsize
-        self._tensors[target].detach().reshape(-1)[first : first + values.numel()].copy_(values)
+        values = rows_of(
+            torch.from_numpy(staged).view(dtype), runs, run_bytes // dtype.itemsize, staged_stride // dtype.itemsize
+        )
+        self._rows(target, start, runs, stride, run_bytes).copy_(values)
+
+    def _rows(self, target: int, start: int, runs: int, stride: int, run_bytes: int) -> torch.Tensor:
+        """Returns the elements of a target that equally spaced runs of stored bytes fill, with a row for each run."""
+        item_bytes = self._stored[target].itemsize
+        flat = self._tensors[target].detach().reshape(-1)[start // item_bytes :]
+        return rows_of(flat, runs, run_bytes // item_bytes, stride // item_bytes)

@@ -91,12 +91,11 @@ def run_reads(
     if not ops:
         budget.run(checks)
         return
-    segments = [op.segments for op in ops]
-    targets.host.check(
-        np.concatenate([columns.target for columns in segments]),
-        np.concatenate([columns.target_offset for columns in segments]),
-        np.concatenate([columns.copy_bytes for columns in segments]),
+    target, start, nbytes, runs, stride = (
+        np.concatenate([getattr(op.segments, name) for op in ops])
+        for name in ("target", "target_offset", "copy_bytes", "runs", "target_stride")
     )
+    targets.host.check(target, start, (runs - 1) * stride + nbytes)
     synchronize(targets.devices)
 
     def finish_urgent() -> None:
@@ -226,7 +225,7 @@ class _Reads:
     def _finish(self, op: ReadOp) -> None:
         """Notes that the bytes of ``op`` are on their way to their targets. The last urgent read also tells the caller
         that all bytes of urgent reads are in their targets."""
-        self.advance(sum(op.segments.copy_bytes.tolist()))
+        self.advance(int((op.segments.copy_bytes * op.segments.runs).sum()))
         if op.is_urgent:
             self.urgent_left.count()
 
@@ -265,7 +264,7 @@ def _read_to_device(reader: Reader, op: ReadOp, file: ReadFile, targets: Targets
     """Reads ``op`` straight into device memory. This is possible if all of its bytes go to devices unconverted, in
     ranges of at least ``DIRECT_BYTES_MIN`` bytes on average, and if the store offers such reads. Returns False if
     nothing was read."""
-    if reader.direct is None or (op.segments.copies > 1).any():
+    if reader.direct is None or (op.segments.copies > 1).any() or (op.segments.runs > 1).any():
         return False
     copies = joined_copies(op.segments, targets.device >= 0)
     if int(copies.nbytes.sum()) < op.nbytes or op.nbytes < DIRECT_BYTES_MIN * len(copies.nbytes):
@@ -395,9 +394,12 @@ def _copy_staged(segments: Segments, views: _Views, portion: slice, targets: Tar
             for copy in range(views.first_copy[number], views.first_copy[number + 1]):
                 target, start = int(segments.target[copy]), int(segments.source[copy])
                 if targets.device[target] < 0:
-                    data = staged[start : start + int(segments.copy_bytes[copy])]
-                    targets.put(target, int(segments.target_offset[copy]), data)
-                    copied_bytes += len(data)
+                    runs, run_bytes = int(segments.runs[copy]), int(segments.copy_bytes[copy])
+                    stride = int(segments.source_stride[copy])
+                    data = staged[start : start + (runs - 1) * stride + run_bytes]
+                    place = int(segments.target_offset[copy]), int(segments.target_stride[copy])
+                    targets.put(target, *place, data, run_bytes, stride)
+                    copied_bytes += runs * run_bytes
     return copied_bytes
 
 
@@ -406,7 +408,10 @@ def _queue(segments: Segments, first: int, targets: Targets, stage: StagingBuffe
     buffer."""
     for number, device in enumerate(targets.devices):
         copies = joined_copies(segments, targets.device == number)
-        columns = (copies.target, copies.target_offset, copies.nbytes, first + copies.start)
+        columns = (
+            copies.target, copies.target_offset, copies.runs, copies.target_stride, copies.nbytes, first + copies.start,
+            copies.source_stride,
+        )  # fmt: skip
         rows = zip(*(column.tolist() for column in columns), strict=True)
         with torch.inference_mode(targets.inference):
             if queued := [targets.to_device(*row) for row in rows]:
