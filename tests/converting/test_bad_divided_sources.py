@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from tests.support.cluster import Cluster
+
 PREFIX = "moe.deepspeed_moe.experts.deepspeed_experts"
 REPLICATED = {"tp_replicated_parameter_patterns": ["bias"]}
 
@@ -189,3 +191,20 @@ def test_experts_of_an_unknown_number_of_ranks(tmp_path: Path) -> None:
     zero = zero_state(base_optimizer_state=adam(length=4), single_partition_of_fp32_groups=[torch.ones(4)])
     torch.save(zero, source / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
     refused(source, zckpt.UnsupportedError, "over how many ranks its experts are divided")
+
+
+def convert_sound_and_bad(folder: str) -> None:
+    zckpt.convert(f"{folder}/sound", f"{folder}/converted")
+    with pytest.raises(zckpt.StateError, match="has other values"):
+        zckpt.convert(f"{folder}/bad", f"{folder}/nothing")
+
+
+@pytest.mark.matrix
+def test_several_processes_compare_the_replicas(cluster: Cluster, tmp_path: Path) -> None:
+    """Each process reads other ranks of the folder, and all of them raise the error."""
+    make_divided(tmp_path / "sound")
+    make_divided(tmp_path / "bad", {"tp_replicated_parameter_patterns": ["weight", "bias"]})
+    cluster.run(convert_sound_and_bad, 2, str(tmp_path))
+    alone = zckpt.convert(tmp_path / "sound", tmp_path / "alone")
+    assert str(zckpt.open(tmp_path / "converted").load()) == str(zckpt.open(alone.path).load())
+    assert not (tmp_path / "nothing").exists()

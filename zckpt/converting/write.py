@@ -98,10 +98,13 @@ def write_source(
             data_files=planned.data_files(rank), metadata=metadata, options=options,
         )  # fmt: skip
 
+    def compare() -> None:
+        with values_of(source.path):
+            check_sums(chain(*(sums for _, sums in planned_files)))
+
     def begin() -> Space:
         first = rank_write(0, options)
         with values_of(source.path):
-            check_sums(chain(*(sums for _, sums in planned_files)))
             try:
                 records = catalog.unpack(chain(*(records for records, _ in planned_files)))
                 if all(file.part == STATE for record in records for file in record.files):
@@ -123,6 +126,7 @@ def write_source(
 
     try:
         planned_files = ranks.share(plan, "plan the checkpoint")
+        ranks.together(compare, "compare the replicas")
         space = ranks.first(begin, "begin the checkpoint")
         ranks.together(lambda: join(store, planned.save_id, ranks.rank, 0, space), "begin the checkpoint")
         digests = ranks.share(write, "convert")
