@@ -56,6 +56,7 @@ CASES: dict[str, Case] = {
     "auto-tp": (EP, [({"ep": 2, "stage": 1, "auto": True, "tp": 2}, 4)], {}),
     "pipe-moe": (PP, [({"stages": 2, "zero": 1, "ep": 2}, 4), ({"stages": 1, "zero": 1, "ep": 1}, 2)], {}),
     "pipe-3d": (PP, [({"stages": 2, "zero": 1, "tp": 2}, 8), ({"stages": 1, "zero": 1, "tp": -1}, 2)], SLICED),
+    "pipe-0-bf16": (PP, [({"stages": 2, "zero": 0, "dtype": "bf16"}, 4)], {}),
     "pipe-4-bf16": (PP, [({"stages": 4, "zero": 1, "dtype": "bf16"}, 4)], {}),
 }  # fmt: skip
 """For each case, the way of dividing, the engines with their numbers of ranks, of which the first one saves, and its

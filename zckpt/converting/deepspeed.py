@@ -81,8 +81,6 @@ class _Reader:
             self._division = Division(self._model, self._experts, self._stage)
         self._layers: Layers | None = None
         if self._model["module"] is None:
-            with values_of(self._file):
-                self._refuse_stage_0()
             self._layers = self._read_layers()
         shapes = []
         with values_of(self._file):
@@ -109,7 +107,8 @@ class _Reader:
                 hint="put the files of one step into a folder of their own",
             )  # fmt: skip
         if self._layers is not None:
-            return ModelStates(saved, partitions_weights=False, more=self._layers.tensors(place.model))
+            more, flat_names = self._layers.tensors(place.model), self._flat_names(place)
+            return ModelStates(saved, partitions_weights=False, more=more, flat_names=flat_names)
         if experts is None:
             return ModelStates(saved, partitions_weights=folder.partitions_weights)
         experts.add(place.model, saved)
@@ -129,10 +128,31 @@ class _Reader:
         for stage in range(division.stages):
             place = Place(0, stage * division.tensor_ranks)
             with values_of(self._folder.model_path(place)):
-                states = ModelStates(self._folder.model(place), partitions_weights=False)
-                names_of_stages.append({*chain(*states.flat_shapes), *states.buffer_names})
+                saved = self._folder.model(place)
+                states = ModelStates(saved, partitions_weights=False)
+                trained = self._flat_names(place) or states.flat_shapes
+                names_of_stages.append({*chain(*trained), *states.buffer_names})
         with values_of(self._file):
             return Layers(self._folder, names_of_stages, division.tensor_ranks)
+
+    @lru_cache(maxsize=WORLD_SIZE_MAX)  # noqa: B019, because there is one reader for each conversion
+    def _flat_names(self, place: Place) -> list[list[str]]:
+        """Returns the names of the parameters of each flat buffer of a stage of a pipeline, if it was without ZeRO. In
+        bf16, its optimizer is partitioned too. The result is empty with ZeRO, and then the model states have them."""
+        if self._model.get("param_shapes") is not None:
+            return []
+        if not self._folder.has_optimizer_files:
+            raise UnsupportedError(
+                "it was written by a pipeline without ZeRO, and does not tell which parameters each stage has",
+                hint=stage_0_names.HINT,
+            )
+        names: list[dict[str, None]] = []
+        for data in range(self._division.data_ranks):
+            mappings = of_type(self._folder.zero(Place(data, place.model)), "param_slice_mappings", list)
+            names = names or [{} for _ in mappings]
+            for of_flat, mapping in zip(names, mappings, strict=True):
+                of_flat.update(dict.fromkeys(map(plain_name, mapping)))
+        return list(map(list, names))
 
     def source(self) -> Source:
         first = self.rank(0)
@@ -174,7 +194,8 @@ class _Reader:
 
     def _source(self, first: RankPart) -> Source:
         folder, model = self._folder, self._model
-        state: dict[str, Any] = {"counters": self._counters(), "deepspeed": self._setup().tree()}
+        setup = self._setup()
+        state: dict[str, Any] = {"counters": self._counters(), "deepspeed": setup.tree()}
         aliases, extra, others, lost = self._of_modules()
         if extra:
             state[EXTRA_STATE] = extra
@@ -194,7 +215,7 @@ class _Reader:
         missing += [f"{BUFFER}/{name}: DeepSpeed did not save it" for name in lost]
         missing += [f"{PARAM}/{name}: DeepSpeed had it on NVMe and did not save it" for name in sorted(self._not_saved)]
         what = "Universal Checkpoint" if folder.universal else "DeepSpeed checkpoint"
-        mode = f"ZeRO stage {self._stage}"
+        mode = f"ZeRO stage {setup.stage}"
         description = {
             "framework": f"DeepSpeed {model.get('ds_version', 'of an unknown version')}", "mode": mode,
             "optimizer": "none" if not first.optimizer else optimizer_class or "unknown",
@@ -359,9 +380,11 @@ class _Reader:
         dtype = next((name for name in dtypes.values() if name in DTYPES.values()), "float32")
         accumulated = (config.get("data_types") or {}).get("grad_accum_dtype")
         saved = model.get("optimizer")
-        unwrapped = isinstance(saved, dict) and "optimizer_state_dict" not in saved
+        unwrapped = isinstance(saved, dict) and "optimizer_state_dict" not in saved and self._stage == 0
+        # In bf16, the optimizer of a pipeline without ZeRO is partitioned as at stage 1.
+        stage = 0 if self._layers is not None and model.get("param_shapes") is None else self._stage
         return Setup(
-            stage=self._stage, dtype=dtype, grad_accum_dtype=DTYPES.get(str(accumulated), dtype),
+            stage=stage, dtype=dtype, grad_accum_dtype=DTYPES.get(str(accumulated), dtype),
             gradient_clipping=float(config.get("gradient_clipping", 1.0)),  # 1.0 is DeepSpeed's own default.
             sub_group_size=int(zero.get("sub_group_size", 1_000_000_000)),
             round_robin_gradients=bool(zero.get("round_robin_gradients", False)),
@@ -466,15 +489,6 @@ class _Reader:
         zero = self._config.get("zero_optimization")
         settings = zero.get(f"offload_{what}") if isinstance(zero, dict) else None
         return isinstance(settings, dict) and settings.get("device") in ("cpu", "nvme")
-
-    def _refuse_stage_0(self) -> None:
-        """Raises UnsupportedError if the folder does not have the names of the trained parameters of each stage of a
-        pipeline."""
-        if self._model.get("param_shapes") is None:
-            raise UnsupportedError(
-                "it was written by a pipeline without ZeRO, and does not tell which parameters each stage has",
-                hint=stage_0_names.HINT,
-            )
 
     def _refuse_unsupported(self) -> None:
         """Raises UnsupportedError if the run used a feature of DeepSpeed that zckpt does not support."""

@@ -19,7 +19,7 @@ from zckpt.state.inventory import unconverted
 from zckpt.transfer.stored import stored_range, values_digest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from zckpt.converting.deepspeed_values import Shapes
 
@@ -33,6 +33,7 @@ class ModelStates:
         partitions_weights: whether the folder is of stage 3.
         more: weights, buffers and other values of the module that are in other files, by name.
         name_of: a function that returns the name that zckpt uses for a name in the file.
+        flat_names: the names of the parameters of each flat buffer, if the file does not tell them.
         more_aliases: for other names of tied weights or buffers that the file does not tell, the names under which
             these are stored.
     """
@@ -44,11 +45,12 @@ class ModelStates:
         partitions_weights: bool,
         more: Mapping[str, Any] | None = None,
         name_of: Callable[[str], str] = plain_name,
+        flat_names: Sequence[Sequence[str]] = (),
         more_aliases: Callable[[Mapping[str, Any]], Mapping[str, str]] = lambda _: {},
     ) -> None:
         self.saved = saved
         self._partitions_weights = partitions_weights
-        self._more, self._name_of, self._more_aliases = more or {}, name_of, more_aliases
+        self._more, self._name_of, self._flat_names, self._more_aliases = more or {}, name_of, flat_names, more_aliases
 
     @cached_property
     def module(self) -> dict[str, Any]:
@@ -147,7 +149,9 @@ class ModelStates:
 
     @cached_property
     def flat_shapes(self) -> Shapes:
-        """For each flat buffer of the stages 1 to 3, the shapes of its parameters by name."""
+        """For each flat buffer that is partitioned, the shapes of its parameters by name."""
+        if self._flat_names:
+            return [{name: tuple(self.module[name].shape) for name in of_flat} for of_flat in self._flat_names]
         return [self._shapes(of_flat) for of_flat in of_type(self.saved, "param_shapes", list)]
 
     @property
