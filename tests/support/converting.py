@@ -60,3 +60,55 @@ def make_universal(source: str, destination: str) -> None:
             keep_temp_folder=False, strict=True, inject_missing_state=True,
         )
     )  # fmt: skip
+
+
+def assert_same_checkpoints(written: zckpt.Checkpoint, converted: zckpt.Checkpoint, *, same_files: bool = True) -> None:
+    """Checks that the checkpoints are equal, except for what DeepSpeed's folder lacks: random states, and a few
+    settings. ``same_files``: whether each rank has files of the same parts, as it has unless ranks share replicas."""
+    facts = [{key: (info.shape, info.dtype, info.part) for key, info in ck.items()} for ck in (written, converted)]
+    assert facts[0] == facts[1]
+    assert (written.step, written.world_size, written.parts) == (converted.step, converted.world_size, converted.parts)
+    assert written.aliases == converted.aliases
+    own_tensors, converted_tensors = written.load(), converted.load()
+    for key in own_tensors:
+        if key.startswith("buffer/") or own_tensors[key].numel():
+            assert own_tensors[key].dtype == converted_tensors[key].dtype, key
+            assert torch.equal(bits(own_tensors[key]), bits(converted_tensors[key])), key
+    states = [plain(ck.state) for ck in (written, converted)]
+    scalers = []
+    for state in states:
+        del state["engine"]["counters"]["micro_steps"]
+        scalers.append(state["engine"].pop("scaler"))
+        assert state.pop("lineage")["use"] == "resume"
+    # DeepSpeed's files do not tell how its own optimizers treat the weight decay.
+    if "decoupled_weight_decay" not in states[1]["engine"]["optimizer"]:
+        states[0]["engine"]["optimizer"].pop("decoupled_weight_decay", None)
+    scales = [None if scaler is None else scaler["values"]["cur_scale"] for scaler in scalers]
+    assert scales[0] == scales[1]
+    if states[1]["engine"]["optimizer"]["class"] is None:  # the caller made the optimizer
+        assert states[0]["engine"]["optimizer"].pop("class") == "Factored"
+        del states[1]["engine"]["optimizer"]["class"]
+    assert states[0] == states[1]
+    assert files(written) == files(converted) or not same_files
+
+
+def files(checkpoint: zckpt.Checkpoint) -> set[tuple[str, int, int]]:
+    """Returns part, tier and rank of each data file, except for those of trees and buffers."""
+    parts = [part.name for part in checkpoint.manifest.parts]
+    places = {(parts[file.part_id], file.tier, file.rank) for file in checkpoint.manifest.files}
+    return {file for file in places if file[0] not in ("state", "buffer")}
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def plain(value: Any) -> Any:
+    """Returns the tree in a form that can be compared."""
+    if isinstance(value, torch.Tensor):
+        return ("tensor", str(value.dtype), value.tolist())
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(plain(item) for item in value)
+    return value

@@ -62,6 +62,69 @@ def make_folder(folder: Path, ranks: int = 1, **more: Any) -> Path:
     return folder
 
 
+def zero_of(masters: list[torch.Tensor], inner: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Returns the state of an optimizer with one flat buffer for two parameters."""
+    paddings: dict[str, Any] = {"group_paddings": [0], "param_alignment_paddings": [[0, 0]]}
+    return zero_state(single_partition_of_fp32_groups=masters, base_optimizer_state=inner or adam(), **paddings)
+
+
+def make_divided(folder: Path, info: Any = None, **more: Any) -> Path:
+    """Makes the folder of a run with two tensor-parallel ranks, which have cut the rows of ``weight`` and not ``bias``.
+    ``info``: its universal_checkpoint_info. ``more``: more entries of the model states of rank 1."""
+    folder.mkdir()
+    if info is None:
+        info = {"tp_replicated_parameter_patterns": ["bias"]}
+    for model in range(2):
+        weights = {"weight": torch.full((2, 2), float(model)), "bias": torch.ones(4)}
+        state: dict[str, Any] = {
+            "module": weights, "buffer_names": [], "mp_world_size": 2, "universal_checkpoint_info": info,
+            "param_shapes": [{"weight": torch.Size([2, 2]), "bias": torch.Size([4])}],
+        }  # fmt: skip
+        state = model_state(**state | (more if model else {}))
+        torch.save(state, folder / f"mp_rank_{model:02d}_model_states.pt")
+        masters = [torch.cat([torch.full((4,), float(model)), torch.ones(4)])]
+        torch.save(zero_of(masters), folder / f"zero_pp_rank_0_mp_rank_{model:02d}_optim_states.pt")
+    return folder
+
+
+def make_experts(folder: Path, ranks: int = 2, **more: Any) -> Path:
+    """Makes the folder of a run of which each rank has one of two experts, which have only a weight."""
+    folder.mkdir()
+    prefix = "moe.deepspeed_moe.experts.deepspeed_experts"
+    shapes = [{"weight": torch.Size([4, 2])}, {f"{prefix}.0.weight": torch.Size([2])}]
+    state: dict[str, Any] = {"num_experts": [2], "param_shapes": shapes, "ds_autoep_layers": None, **more}
+    torch.save(model_state(ranks, **state), folder / MODEL)
+    for expert in range(2):
+        torch.save({f"{prefix}.{expert}.weight": torch.ones(2)}, folder / f"layer_0_expert_{expert}_{MODEL}")
+    for rank in range(ranks):
+        inner = adam(length=4)
+        inner["state"] |= {1: {"step": 3, "exp_avg": torch.full((2,), 5.0 + rank), "exp_avg_sq": torch.ones(2)}}
+        inner["param_groups"] += [{**inner["param_groups"][0], "name": "ep_size_2", "moe": True, "params": [1]}]
+        zero = zero_state(
+            base_optimizer_state=inner, single_partition_of_fp32_groups=[torch.ones(4), torch.full((2,), 7.0 + rank)],
+            group_paddings=[0, 0], param_alignment_paddings=[[0], [0]], partition_count=[2, 1],
+        )  # fmt: skip
+        torch.save(zero, folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+    return folder
+
+
+def make_pipeline(folder: Path, **more: Any) -> Path:
+    """Makes the folder of a run with two stages, each with one layer and a copy of a shared module."""
+    folder.mkdir()
+    for stage in range(2):
+        names = ["tied_modules.embed.weight", f"{1 + stage}.weight"]
+        state = model_state(
+            module=None, buffer_names=[f"{1 + stage}.mean"], param_shapes=[{name: torch.Size([4]) for name in names}],
+            mp_world_size=2, checkpoint_parallel_dimensions={"pp_degree": 2, "tp_degree": 1}, **more,
+        )  # fmt: skip
+        torch.save(state, folder / f"mp_rank_{stage:02d}_model_states.pt")
+        masters = [torch.cat([torch.ones(4), torch.full((4,), float(stage))])]
+        torch.save(zero_of(masters), folder / f"zero_pp_rank_0_mp_rank_{stage:02d}_optim_states.pt")
+        torch.save({"weight": torch.ones(4), "mean": torch.zeros(1)}, folder / f"layer_0{1 + stage}-model_states.pt")
+    torch.save({"weight": torch.ones(4)}, folder / "layer_00-model_states.pt")
+    return folder
+
+
 def scaler() -> Any:
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 

@@ -12,10 +12,13 @@ import torch
 import torch.distributed as dist
 
 import zckpt
+from tests.support.converting import assert_same_checkpoints
 from tests.support.runs import link_all, logical, settings
 from zckpt.testing.engine_definition import frozen
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from tests.support.cluster import Cluster
 
 Setup = dict[str, Any]
@@ -29,6 +32,28 @@ def write_trained(module: str, path: str, setup: Setup) -> tuple[dict[str, Any],
     way.train(engine, 3)
     zckpt.write(engine, path)
     return way.whole(engine), way.train(engine, 2)
+
+
+def save_both(module: str, folder: str, setup: Setup, client_state: dict[str, Any]) -> list[float]:
+    """Trains, saves ``folder/stock`` with DeepSpeed and ``folder/own`` with zckpt, and returns the losses of two more
+    steps."""
+    way: Any = import_module(f"tests.support.{module}")
+    engine = way.make(**setup)
+    way.train(engine, 3)
+    engine.save_checkpoint(f"{folder}/stock", client_state=client_state)
+    zckpt.write(engine, f"{folder}/own", latest=False)
+    losses: list[float] = way.train(engine, 2)
+    return losses
+
+
+def restore_and_write(module: str, path: str, there: str, setup: Setup) -> list[float]:
+    """Restores a checkpoint into another engine, writes it again, and returns the losses of two steps."""
+    way: Any = import_module(f"tests.support.{module}")
+    engine = way.make(**setup, seed=1)
+    zckpt.restore(engine, path)
+    zckpt.write(engine, there)
+    losses: list[float] = way.train(engine, 2)
+    return losses
 
 
 def restore_whole(module: str, path: str, setup: Setup, trained: int) -> tuple[dict[str, Any], list[float]]:
@@ -59,6 +84,28 @@ def check_division(
             assert all(frozen(tensors) == frozen(written[0][0]) for tensors, _ in restored), other
             if number == there:
                 assert [losses for _, losses in restored] == [losses for _, losses in written]
+
+
+def check_conversion(
+    cluster: Cluster, folder: Path, module: str, setups: list[tuple[Setup, int]], client_state: dict[str, Any]
+) -> None:
+    """Saves with the first of the engines in DeepSpeed's own format and with zckpt, and compares what zckpt.convert
+    makes of the one with the other. Restores the conversion into all of the engines, the first of which has to go on
+    alike."""
+    setup, ranks = setups[0]
+    losses = cluster.run(save_both, ranks, module, str(folder), setup, client_state)
+    converted = zckpt.convert(folder / "stock", folder / "converted")
+    assert zckpt.validate(converted.path, level="deep").ok
+    own = zckpt.open(folder / "own")
+    assert_same_checkpoints(own, zckpt.open(converted.path), same_files=False)
+    tensors = own.load()
+    for number, (other, here) in enumerate(setups):
+        path = str(folder / str(number))
+        resumed = cluster.run(restore_and_write, here, module, converted.path, path, other)
+        assert number > 0 or resumed == losses
+        again = zckpt.open(path).load()
+        assert again.keys() == tensors.keys()
+        assert all(torch.equal(again[key], tensors[key]) for key in tensors), other
 
 
 def check_stored(path: str, written: dict[str, torch.Tensor]) -> None:

@@ -4,36 +4,41 @@ the same functions."""
 
 from __future__ import annotations
 
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zckpt.converting import deepspeed_values
-from zckpt.converting.deepspeed_folder import STOCK, DeepSpeedFolder, of_type
+from zckpt.converting import deepspeed_values, stage_0_names
+from zckpt.converting.deepspeed_division import Division, ranks_of, stages_of
+from zckpt.converting.deepspeed_experts import Experts
+from zckpt.converting.deepspeed_folder import DeepSpeedFolder, Place, of_type
+from zckpt.converting.deepspeed_layers import Layers
+from zckpt.converting.deepspeed_model_states import ModelStates
 from zckpt.converting.source import RankPart, Source, file_states, values_of
+from zckpt.converting.stacked import Stacked
 from zckpt.engines import optimizer
 from zckpt.engines.deepspeed import scaler
 from zckpt.engines.deepspeed.setup import DTYPES, Setup
 from zckpt.engines.flats import cut_alone, moments
-from zckpt.engines.group import RankGroup
 from zckpt.engines.tensors import dtype_name, plain_name
-from zckpt.errors import FormatError, UnsupportedError
+from zckpt.errors import FormatError, StateError, UnsupportedError
 from zckpt.format import names
-from zckpt.format.limits import NDIM_MAX, TENSOR_BYTES_MAX, WORLD_SIZE_MAX
+from zckpt.format.limits import WORLD_SIZE_MAX
 from zckpt.format.names import Tier
 from zckpt.geometry import all_of
 from zckpt.plan.replicas import Share
-from zckpt.state.inventory import BUFFER, EXTRA_STATE, MASTER, PARAM, Fragment, unconverted
-from zckpt.transfer.stored import in_order, stored_range, values_digest
+from zckpt.state.inventory import BUFFER, EXTRA_STATE, MASTER, PARAM, Fragment
+from zckpt.transfer.stored import in_order, values_digest
 from zckpt.transfer.torch_dtypes import torch_name
 from zckpt.writing.collect import fingerprint
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from zckpt.converting.deepspeed_values import FlatValues, Shapes
+    from zckpt.converting.deepspeed_values import FlatValues
+    from zckpt.engines.local_tensors import LocalTensor
 
 _MICRO_STEPS = "the counter micro_steps: it is 0, as it is after engine.load_checkpoint"
 _RNG = "the random number generators of the ranks"
@@ -56,30 +61,145 @@ class _Reader:
     def __init__(self, folder: DeepSpeedFolder) -> None:
         self._folder = folder
         self._files = file_states(folder.path)
-        self._model = folder.model(0)
-        """The model states of rank 0. Below stage 3 they are those of all ranks."""
-        self._file = folder.model_path(0)
+        first = Place(0, 0)
+        self._model = folder.model(first)
+        """The model states of rank 0. Below stage 3 they are those of all ranks of data parallelism."""
+        self._file = folder.model_path(first)
         """The path of the file with these model states."""
         with values_of(self._file):
-            self._world_size = of_type(self._model, "dp_world_size", int)
-            if not 1 <= self._world_size <= WORLD_SIZE_MAX:
-                raise FormatError(f"it says that the run had {self._world_size} ranks")
             self._refuse_unsupported()
-        folder.check_ranks(self._world_size, sum(file.nbytes for file in self._files.values()))
+            data_ranks, model_ranks = ranks_of(self._model)
+        folder.check_ranks(data_ranks, model_ranks, sum(file.nbytes for file in self._files.values()))
         config = self._model.get("ds_config")
         self._config: Mapping[str, Any] = config if isinstance(config, dict) else {}
+        self._experts: Experts | None = None
+        with values_of(self._file):
+            if "num_experts" in self._model:
+                saved = self._zero or (self._universal if folder.universal else self._model.get("optimizer"))
+                stage_ranks = data_ranks * model_ranks // stages_of(self._model)
+                self._experts = Experts(folder, self._model, self._groups(saved or {}), stage_ranks)
+            self._division = Division(self._model, self._experts, self._stage)
+        self._layers: Layers | None = None
+        if self._model["module"] is None:
+            self._layers = self._read_layers()
+        shapes = []
+        with values_of(self._file):
+            self._first = self._states(first)
+        for model in range(model_ranks):
+            with values_of(folder.model_path(Place(0, model))):
+                shapes.append(self._states(Place(0, model)).shapes)
+        self._division.set_shapes(shapes)
+
+    def _states(self, place: Place) -> ModelStates:
+        """Returns the model states of a rank."""
+        return self._states_of_file(place if self._folder.partitions_weights else self._division.alike(place))
+
+    @lru_cache(maxsize=1)  # noqa: B019, because there is one reader for each conversion
+    def _states_of_file(self, place: Place) -> ModelStates:
+        """Returns the same for the first rank that has the same ones."""
+        folder, experts, first = self._folder, self._experts, Place(0, 0)
+        in_file = place if folder.partitions_weights else Place(0, place.model)
+        saved = self._model if in_file == first else folder.model(in_file)
+        if saved["global_steps"] != self._model["global_steps"]:
+            steps = f"{saved['global_steps']} and {self._model['global_steps']}"
+            raise FormatError(
+                f"this file and that of rank 0 are of different steps: {steps}", file=folder.model_path(place),
+                hint="put the files of one step into a folder of their own",
+            )  # fmt: skip
+        if self._layers is not None:
+            more, flat_names = self._layers.tensors(place.model), self._flat_names(place)
+            return ModelStates(saved, partitions_weights=False, more=more, flat_names=flat_names)
+        if experts is None:
+            return ModelStates(saved, partitions_weights=folder.partitions_weights)
+        experts.add(place.model, saved)
+        in_stage = self._division.in_stage(place)
+        number = experts.number(in_stage)
+        states = ModelStates(
+            saved, partitions_weights=folder.partitions_weights,
+            more=experts.tensors(number, place.model, saved),
+            name_of=lambda name: experts.global_name(plain_name(name), number), more_aliases=experts.aliases,
+        )  # fmt: skip
+        experts.check(saved, in_stage)
+        return states
+
+    def _read_layers(self) -> Layers:
+        """Returns the layers of a pipeline."""
+        division, names_of_stages = self._division, []
+        for stage in range(division.stages):
+            place = Place(0, stage * division.tensor_ranks)
+            with values_of(self._folder.model_path(place)):
+                saved = self._folder.model(place)
+                states = ModelStates(saved, partitions_weights=False)
+                trained = self._flat_names(place) or states.flat_shapes
+                names_of_stages.append({*chain(*trained), *states.buffer_names})
+        with values_of(self._file):
+            return Layers(self._folder, names_of_stages, division.tensor_ranks)
+
+    @lru_cache(maxsize=WORLD_SIZE_MAX)  # noqa: B019, because there is one reader for each conversion
+    def _flat_names(self, place: Place) -> list[list[str]]:
+        """Returns the names of the parameters of each flat buffer of a stage of a pipeline, if it was without ZeRO. In
+        bf16, its optimizer is partitioned too. The result is empty with ZeRO, and then the model states have them."""
+        if self._model.get("param_shapes") is not None:
+            return []
+        if not self._folder.has_optimizer_files:
+            raise UnsupportedError(
+                "it was written by a pipeline without ZeRO, and does not tell which parameters each stage has",
+                hint=stage_0_names.HINT,
+            )
+        names: list[dict[str, None]] = []
+        for data in range(self._division.data_ranks):
+            mappings = of_type(self._folder.zero(Place(data, place.model)), "param_slice_mappings", list)
+            names = names or [{} for _ in mappings]
+            for of_flat, mapping in zip(names, mappings, strict=True):
+                of_flat.update(dict.fromkeys(map(plain_name, mapping)))
+        return list(map(list, names))
 
     def source(self) -> Source:
         first = self.rank(0)
         with values_of(self._file):
             return self._source(first)
 
+    @cached_property
+    def _alike(self) -> list[Place]:
+        """The places of the ranks whose local tensors have other names than those of the ranks before them, or of rank
+        0 if all ranks have the same names."""
+        division = self._division
+        places = map(division.alike, map(division.place, range(division.ranks if division.names_differ else 1)))
+        return list(dict.fromkeys(places))
+
+    @cached_property
+    def _joined(self) -> tuple[dict[str, Any], dict[Place, bytes]]:
+        """The optimizer's tree of all ranks, if these have tensors of other names, and the digest of the tree of each
+        of the ranks ``_alike``."""
+        trees = []
+        for place in self._alike:
+            with values_of(self._folder.optimizer_path(place)):
+                trees.append(self._read_optimizer(place)[1])
+        digests = dict(zip(self._alike, map(fingerprint, trees), strict=True))
+        return optimizer.joined(trees, leave_out=False) if all(trees) else {}, digests
+
+    def _of_modules(self) -> tuple[dict[str, str], list[str], list[str], list[str]]:
+        """Returns of the modules of all ranks: the aliases, the names of extra state, those of values that are no
+        tensors, and those of buffers that are not in the files."""
+        aliases: dict[str, str] = {}
+        names: tuple[dict[str, None], ...] = ({}, {}, {})
+        for place in self._alike:
+            with values_of(self._folder.model_path(place)):
+                states = self._states(place)
+                aliases = states.aliases | aliases
+                for known, more in zip(names, (states.extra, states.other_values, states.lost_buffers), strict=True):
+                    known.update(dict.fromkeys(more))
+        extra, others, lost = map(list, names)
+        return aliases, sorted(extra), others, lost
+
     def _source(self, first: RankPart) -> Source:
         folder, model = self._folder, self._model
-        state: dict[str, Any] = {"counters": self._counters(), "deepspeed": self._setup().tree()}
-        if self._extra:
-            state[EXTRA_STATE] = sorted(self._extra)
-        client_state, missing = self._client_state(model), [_MICRO_STEPS, _RNG]
+        setup = self._setup()
+        state: dict[str, Any] = {"counters": self._counters(), "deepspeed": setup.tree()}
+        aliases, extra, others, lost = self._of_modules()
+        if extra:
+            state[EXTRA_STATE] = extra
+        client_state, missing = self._first.client_state, [_MICRO_STEPS, _RNG]
         optimizer_class = None
         if first.optimizer:
             optimizer_class = first.optimizer["class"]
@@ -89,84 +209,112 @@ class _Reader:
             missing += [_HIDDEN] if optimizer_class is None or optimizer_class in optimizer.DEEPSPEED_CLASSES else []
             missing += [_SCHEDULER] if scheduler is not None and scheduler["class"] is None else []
             missing += [_SCALER] if saved is not None else []
-        if self._buffers(model) and not folder.partitions_weights and self._world_size > 1:
+        if self._first.buffers and not folder.partitions_weights and self._division.ranks > 1:
             missing.append(_BUFFERS)
-        values = [name for name, value in model["module"].items() if not isinstance(value, torch.Tensor)]
-        missing += [f"{name}, which a module has added to its state_dict: it is no tensor" for name in values]
-        missing += [f"{PARAM}/{name}: DeepSpeed had it on NVMe and did not save it" for name in self._not_saved]
+        missing += [f"{name}, which a module has added to its state_dict: it is no tensor" for name in others]
+        missing += [f"{BUFFER}/{name}: DeepSpeed did not save it" for name in lost]
+        missing += [f"{PARAM}/{name}: DeepSpeed had it on NVMe and did not save it" for name in sorted(self._not_saved)]
         what = "Universal Checkpoint" if folder.universal else "DeepSpeed checkpoint"
-        mode = f"ZeRO stage {self._stage}"
+        mode = f"ZeRO stage {setup.stage}"
         description = {
             "framework": f"DeepSpeed {model.get('ds_version', 'of an unknown version')}", "mode": mode,
             "optimizer": "none" if not first.optimizer else optimizer_class or "unknown",
         }  # fmt: skip
         return Source(
-            folder.path, f"{what}, {mode}", self._world_size, state["counters"]["global_steps"], self._aliases, state,
-            client_state, description, tuple(missing), self._files, self.rank,
+            folder.path, f"{what}, {mode}", self._division.ranks, state["counters"]["global_steps"],
+            aliases, state, client_state, description, tuple(missing), self._files, self.rank,
         )  # fmt: skip
 
     def rank(self, rank: int) -> RankPart:
         """Reads what one rank has."""
-        folder = self._folder
-        model = self._model if rank == 0 or not folder.partitions_weights else folder.model(rank)
-        if model["global_steps"] != self._model["global_steps"]:
-            steps = f"{model['global_steps']} and {self._model['global_steps']}"
-            raise FormatError(
-                f"the files of ranks {rank} and 0 are of different steps: {steps}", file=folder.path,
-                hint="put the files of one step into a folder of their own",
-            )  # fmt: skip
-        group = RankGroup(None, rank, tuple(range(self._world_size)))
-        zero = self._zero if rank == 0 or self._zero is None else folder.zero(rank)
-        with values_of(folder.optimizer_path(rank)):
-            flat_values = list(self._flats(zero, group))
-            tree, bound = self._optimizer(flat_values, self._groups(zero))
-            fragments = list(self._of_flats(flat_values))
-        with values_of(folder.model_path(rank)):
-            fragments += self._frozen(model, group, {name for values in flat_values for name in values.flat.names})
-            fragments += self._own_buffers(model, rank)
-            client_state = self._client_state(model)
+        folder, division, place = self._folder, self._division, self._division.place(rank)
+        with values_of(folder.model_path(place)):
+            states = self._states(place)
+            local_tensors = division.local_tensors(place, states.shapes)
+        with values_of(folder.optimizer_path(place)):
+            flat_values, tree, bound = self._read_optimizer(place)
+            if division.names_differ:
+                joined, digests = self._joined
+                if fingerprint(tree) != digests[division.alike(place)]:
+                    raise StateError(
+                        f"the optimizer of rank {rank} has other settings or scalars than that of a rank with the same "
+                        "parameters", key="optimizer", rank=rank,
+                    )  # fmt: skip
+                tree = joined
+            in_flats = division.whole_tensors(place, states.shapes) if folder.universal else local_tensors
+            of_flats = self._of_flats(flat_values, in_flats)
+            held = [(fragment, in_flats[fragment.name]) for fragment in of_flats]
+        with values_of(folder.model_path(place)):
+            trained = {name for values in flat_values for name in values.flat.names}
+            frozen = self._frozen(states, local_tensors, trained)
+            held += [(fragment, local_tensors[fragment.name]) for fragment in frozen]
+            fragments = [fragment for fragment, local in held if local.writes_partition]
+            replicas = [
+                (_elements(local, fragment), fragment) for fragment, local in held if local.partition_replicated
+            ]
+            first_client_state, client_state = self._first.client_state, states.client_state
+            own_file = division.alike(place) == place or folder.partitions_weights
+            if own_file:
+                fragments += self._own_buffers(states, rank)
         rank_state: dict[str, Any] = {"optimizer": bound} if bound else {}
-        first_client_state = self._client_state(self._model)
-        if rank and folder.partitions_weights and fingerprint(client_state) != fingerprint(first_client_state):
+        if rank and own_file and fingerprint(client_state) != fingerprint(first_client_state):
             rank_state[names.CLIENT_STATE] = client_state
-        return RankPart(fragments, rank_state, tree)
+        return RankPart(fragments, rank_state, tree, replicas, division.name_of(place))
 
-    def _flats(self, zero: Mapping[str, Any] | None, group: RankGroup) -> Iterator[FlatValues]:
-        """Yields the flat buffers of one rank. ``zero``: the content of the rank's file of optimizer states, or None if
-        there is no such file."""
-        folder, model, rank = self._folder, self._model, group.rank
-        if folder.universal:
-            settings, shapes = self._universal, self._shapes
-            groups = self._groups(zero) or []
-            inner = settings.get("optimizer_state_dict")
-            step = inner["state"].get(0, {}).get("step") if isinstance(inner, dict) else None
-            yield from deepspeed_values.universal(folder, groups, shapes, group, step)
-        elif zero is not None:
-            if self._stage == 3:
-                yield from deepspeed_values.stage_3(zero, self._shapes, group, folder)
-            else:
-                yield from deepspeed_values.stages_1_and_2(
-                    zero, self._shapes, rank, offload=self._offloads("optimizer")
-                )
-        elif model.get("optimizer") is not None:
-            saved = of_type(model, "optimizer", dict)
-            yield from deepspeed_values.stage_0(saved, self._weights, self._names_at_stage_0, group)
+    def _saved_optimizer(self, place: Place) -> Mapping[str, Any] | None:
+        """Returns what was saved of the optimizer of a rank, or None if there is no optimizer."""
+        if self._folder.universal:
+            return self._universal
+        if self._folder.has_optimizer_files:
+            return self._zero if place == Place(0, 0) else self._folder.zero(place)
+        if self._experts is not None:
+            return self._folder.expert_optimizer(self._experts.number(self._division.in_stage(place)), place.model)
+        saved = self._states(place).saved
+        return None if saved.get("optimizer") is None else of_type(saved, "optimizer", dict)
 
-    def _optimizer(
-        self, flat_values: list[FlatValues], groups: list[dict[str, Any]] | None
-    ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """Returns what ``optimizer.capture`` and ``optimizer.capture_bound`` return for a live optimizer."""
-        if groups is None:
-            return {}, []
+    def _read_optimizer(self, place: Place) -> tuple[list[FlatValues], dict[str, Any], list[dict[str, Any]]]:
+        """Returns the flat buffers of a rank, and what ``optimizer.capture`` and ``optimizer.capture_bound`` return for
+        its optimizer."""
+        saved = self._saved_optimizer(place)
+        if saved is None:
+            return [], {}, []
+        flat_values, groups = list(self._flats(saved, place)), self._groups(saved)
         optimizer_class, inner_class = self._optimizer_class(groups)
         live: Any = type(optimizer_class or "unknown", (), {})()
         live.param_groups, live.state = groups, {values.flat.master: values.state for values in flat_values}
         if inner_class is not None:
             live.aux_optimizer = type(inner_class, (), {})()
         flats = [values.flat for values in flat_values]
-        return {**optimizer.capture(live, flats), "class": optimizer_class}, optimizer.capture_bound(live, flats)
+        tree = {**optimizer.capture(live, flats), "class": optimizer_class}
+        return flat_values, tree, optimizer.capture_bound(live, flats)
 
-    def _of_flats(self, flat_values: list[FlatValues]) -> Iterator[Fragment]:
+    def _flats(self, saved: Mapping[str, Any], place: Place) -> Iterator[FlatValues]:
+        """Yields the flat buffers of a rank. ``saved``: what was saved of its optimizer."""
+        folder, division, states = self._folder, self._division, self._states(place)
+        local_tensors = division.local_tensors(place, states.shapes)
+        if folder.universal:
+            inner = saved.get("optimizer_state_dict")
+            step = inner["state"].get(0, {}).get("step") if isinstance(inner, dict) else None
+            whole_tensors = division.whole_tensors(place, states.shapes)
+            yield from deepspeed_values.universal(folder, self._groups(saved), states.flat_shapes, whole_tensors, step)
+        elif self._stage == 3:
+            rank = division.rank(place) if division.tells_order else None
+            yield from deepspeed_values.stage_3(saved, states.flat_shapes, local_tensors, folder, rank)
+        elif self._stage:
+            offload = self._offloads("optimizer")
+            yield from deepspeed_values.stages_1_and_2(saved, states.flat_shapes, local_tensors, offload=offload)
+        else:
+            names_of_groups = self._names_at_stage_0(division.alike(place))
+            yield from deepspeed_values.stage_0(saved, states.weights, names_of_groups, local_tensors)
+
+    @lru_cache(maxsize=WORLD_SIZE_MAX)  # noqa: B019, because there is one reader for each conversion
+    def _names_at_stage_0(self, place: Place) -> list[list[str]]:
+        """Returns the names of the parameters of each param group of an optimizer of stage 0."""
+        saved, weights = self._saved_optimizer(place), self._states(place).weights
+        experts = set() if self._experts is None else set(filter(self._experts.is_expert, weights))
+        return [] if saved is None else deepspeed_values.names_at_stage_0(saved, weights, experts)
+
+    def _of_flats(self, flat_values: list[FlatValues], local_tensors: Mapping[str, LocalTensor]) -> Iterator[Fragment]:
         """Yields the fragments of the master weights and moments of one rank, part by part."""
         parts = {MASTER: None}
         for values in flat_values:
@@ -175,41 +323,45 @@ class _Reader:
         for part in parts:
             for values in flat_values:
                 data = values.data(part)
+                if isinstance(data, Stacked):
+                    fragments = values.flat.fragments(part, values.dtype(part), tier=tier)
+                    yield from data.fill(fragments, local_tensors[values.flat.names[0]].span)
+                    continue
                 if isinstance(data, torch.Tensor):
                     data = in_order(data)
                 if data is not None:
                     yield from values.flat.fragments(part, values.dtype(part), data, tier)
 
-    def _frozen(self, model: Mapping[str, Any], group: RankGroup, trained: set[str]) -> Iterator[Fragment]:
+    def _frozen(
+        self, states: ModelStates, local_tensors: Mapping[str, LocalTensor], trained: set[str]
+    ) -> Iterator[Fragment]:
         """Yields this rank's elements of the weights that have no master weights. ``trained``: the names of the
         parameters that have master weights."""
         tier = Tier.HOST if self._offloads("param") else Tier.DEVICE
-        if self._folder.partitions_weights:
-            shapes = model.get("frozen_param_shapes") or {}
-            for name, data in (model.get("frozen_param_fragments") or {}).items():
-                parameter_range = cut_alone(plain_name(name), all_of(_shape(shapes[name])), group.rank, group.size)
-                first_name, span = parameter_range.name, parameter_range.span
-                if first_name not in self._not_saved and (span.numel or (group.rank == 0 and not span.grid.numel)):
-                    elements = in_order(data.detach()).view(-1)[: span.numel]
-                    dtype = dtype_name(data.dtype, f"{PARAM}/{first_name}")
-                    yield Fragment(PARAM, first_name, dtype, span, tier, data=elements)
-            return
-        for name in self._parameters:
-            weight = self._module[name]
-            span = Share(group.rank, group.size).of(all_of(weight.shape))
-            if name not in trained and (span.numel or (group.rank == 0 and not weight.numel())):
-                dtype = dtype_name(weight.dtype, f"{PARAM}/{name}")
-                elements = in_order(weight).view(-1)[span.start : span.stop]
+        partitioned = self._folder.partitions_weights
+        for name, data in (states.frozen_fragments if partitioned else states.weights).items():
+            held, owners = local_tensors[name].span, local_tensors[name].owners
+            if name in trained or name in self._not_saved:
+                continue
+            if partitioned:
+                span, first = cut_alone(name, held, owners.rank, owners.size).span, 0
+            else:
+                span = Share(owners.rank, owners.size).of(held)
+                first = span.start - held.start
+            if span.numel or (owners.rank == 0 and not held.grid.numel):
+                dtype = dtype_name(data.dtype, f"{PARAM}/{name}")
+                if isinstance(data, Stacked):
+                    yield from data.fill([Fragment(PARAM, name, dtype, span, tier)], held)
+                    continue
+                elements = in_order(data.detach()).view(-1)[first : first + span.numel]
                 yield Fragment(PARAM, name, dtype, span, tier, data=elements)
 
-    def _own_buffers(self, model: Mapping[str, Any], rank: int) -> Iterator[Fragment]:
+    def _own_buffers(self, states: ModelStates, rank: int) -> Iterator[Fragment]:
         """Yields a fragment for each buffer on rank 0. On another rank, yields a fragment for each buffer whose values
         differ from those of rank 0."""
-        if rank and not self._folder.partitions_weights:
-            return
-        for name, buffer in self._buffers(model).items():
+        for name, buffer in states.buffers.items():
             data = in_order(buffer.detach()).view(-1)
-            first_digest = self._first_buffers.get(name)
+            first_digest = self._first.buffer_digests.get(name)
             if rank == 0 or first_digest is None or values_digest(data) != first_digest:
                 dtype = dtype_name(data.dtype, f"{BUFFER}/{name}")
                 if data.numel() or rank == 0:
@@ -224,20 +376,23 @@ class _Reader:
         config, model = self._config, self._model
         zero = config.get("zero_optimization")
         zero = zero if isinstance(zero, dict) else {}
-        dtypes = {name: torch_name(self._module[name].dtype) for name in self._parameters}
+        dtypes = {name: torch_name(weight.dtype) for name, weight in self._first.weights.items()}
         dtype = next((name for name in dtypes.values() if name in DTYPES.values()), "float32")
         accumulated = (config.get("data_types") or {}).get("grad_accum_dtype")
         saved = model.get("optimizer")
-        unwrapped = isinstance(saved, dict) and "optimizer_state_dict" not in saved
+        unwrapped = isinstance(saved, dict) and "optimizer_state_dict" not in saved and self._stage == 0
+        # In bf16, the optimizer of a pipeline without ZeRO is partitioned as at stage 1.
+        stage = 0 if self._layers is not None and model.get("param_shapes") is None else self._stage
         return Setup(
-            stage=self._stage, dtype=dtype, grad_accum_dtype=DTYPES.get(str(accumulated), dtype),
+            stage=stage, dtype=dtype, grad_accum_dtype=DTYPES.get(str(accumulated), dtype),
             gradient_clipping=float(config.get("gradient_clipping", 1.0)),  # 1.0 is DeepSpeed's own default.
             sub_group_size=int(zero.get("sub_group_size", 1_000_000_000)),
             round_robin_gradients=bool(zero.get("round_robin_gradients", False)),
             parameter_alignment=bool(zero.get("parameter_alignment", False)),
             cpu_offload=self._offloads("optimizer") and zero["offload_optimizer"]["device"] == "cpu",
             other_dtypes={name: other for name, other in dtypes.items() if other != dtype},
-            groups=self._names_at_stage_0 if saved and unwrapped else None,
+            groups=self._names_at_stage_0(Place(0, 0)) if saved and unwrapped else None,
+            divided=self._division.names_differ,
         )  # fmt: skip
 
     def _scheduler(self) -> dict[str, Any] | None:
@@ -249,8 +404,7 @@ class _Reader:
 
     def _scaler(self) -> dict[str, Any] | None:
         """Returns what ``scaler.capture`` returns for a live loss scaler."""
-        weights = (self._module[name] for name in self._parameters)
-        if not any(weight.dtype == torch.float16 for weight in weights):
+        if not any(weight.dtype == torch.float16 for weight in self._first.weights.values()):
             return None
         if self._zero is None and not self._folder.universal:
             saved = of_type(self._model, "optimizer", dict)
@@ -266,99 +420,15 @@ class _Reader:
         wrapper = {"overflow": bool(saved.get("overflow"))}
         return {"class": type(saved_scaler).__name__, "values": values, "wrapper": wrapper}
 
-    def _client_state(self, model: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the entries that the caller of ``save_checkpoint`` has added to the model states."""
-        return {key: value for key, value in model.items() if key not in STOCK}
-
-    def _buffers(self, model: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """Returns the persistent buffers, and what modules have added to their ``state_dict``, by name."""
-        persistent = {name: tensor for name, tensor in _tensors(model).items() if name in self._buffer_names}
-        return {name: tensor for name, tensor in persistent.items() if name not in self._aliases}
-
-    @cached_property
-    def _buffer_names(self) -> frozenset[str]:
-        """The names of all tensors that belong to the part ``buffer``."""
-        return self._extra.union(map(plain_name, self._model.get("buffer_names") or ()))
-
-    @cached_property
-    def _extra(self) -> frozenset[str]:
-        """The names of the tensors that modules have added to their ``state_dict`` by themselves, as far as the files
-        tell them from frozen weights. At stage 3 weights have no elements here, and no weight has a name that begins
-        with that of another one. The others are in the part ``param``, where a restore finds them too."""
-        shapes = [*(self._model.get("param_shapes") or ()), self._model.get("frozen_param_shapes") or {}]
-        known = {*chain.from_iterable(shapes), *(self._model.get("buffer_names") or ())}
-        others = self._module.keys() - map(plain_name, known)
-        return frozenset(
-            name
-            for name in others
-            if name.split(".")[-1] == "_extra_state"
-            or not unconverted([name.rpartition(".")[0]]).isdisjoint(self._module)
-            or (self._folder.partitions_weights and self._module[name].numel())
-        )
-
-    @cached_property
-    def _module(self) -> dict[str, torch.Tensor]:
-        """The weights and buffers by name. At stage 3 the weights have no elements here, because each rank has a part
-        of them in another file."""
-        return _tensors(self._model)
-
-    @cached_property
-    def _aliases(self) -> dict[str, str]:
-        """For each other name of a tied weight or buffer, the name under which it is stored."""
-        shared = self._model.get("shared_params") or {} if self._folder.partitions_weights else {}
-        aliases = {plain_name(name): plain_name(first) for name, first in shared.items()}
-        places: dict[tuple[Any, ...], str] = {}
-        for name, tensor in self._module.items():
-            # A restore needs the extra state under each of its names.
-            if tensor.numel() and name not in self._extra:
-                place = (stored_range(tensor) or tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-                if places.setdefault(place, name) != name:
-                    aliases[name] = places[place]
-        return aliases
-
-    @cached_property
-    def _parameters(self) -> list[str]:
-        """The names of all parameters, in the order of the module."""
-        return [name for name in self._module if name not in self._buffer_names and name not in self._aliases]
-
-    @cached_property
-    def _weights(self) -> dict[str, torch.Tensor]:
-        """The weights of all parameters by name."""
-        return {name: self._module[name] for name in self._parameters}
-
-    @cached_property
-    def _names_at_stage_0(self) -> list[list[str]]:
-        """The names of the parameters of each param group. They are searched once for all ranks."""
-        return deepspeed_values.names_at_stage_0(of_type(self._model, "optimizer", dict), self._weights)
-
-    @cached_property
-    def _shapes(self) -> Shapes:
-        """For each flat buffer, the shapes of its parameters by name."""
-        saved = of_type(self._model, "param_shapes", list)
-        return [{plain_name(name): _shape(shape) for name, shape in shapes.items()} for shapes in saved]
-
-    @cached_property
-    def _first_buffers(self) -> dict[str, bytes]:
-        """The digests of rank 0's buffers, by the names of the buffers."""
-        return {name: values_digest(buffer) for name, buffer in self._buffers(self._model).items()}
-
     @cached_property
     def _not_saved(self) -> set[str]:
         """The names of the frozen weights whose values are not in the files."""
-        shapes = self._model.get("frozen_param_shapes") or {}
-        if not self._folder.partitions_weights:
-            return set()
-        group = RankGroup(None, 0, tuple(range(self._world_size)))
-        return {
-            plain_name(name)
-            for name, data in (self._model.get("frozen_param_fragments") or {}).items()
-            if data.numel() < cut_alone(name, all_of(_shape(shapes[name])), group.rank, group.size).span.stop
-        }
+        return self._first.not_saved(self._division.data_ranks)
 
     @cached_property
     def _zero(self) -> Mapping[str, Any] | None:
         """The content of the file of optimizer states of rank 0, or None if there are no such files."""
-        return self._folder.zero(0) if self._folder.has_optimizer_files else None
+        return self._folder.zero(Place(0, 0)) if self._folder.has_optimizer_files else None
 
     @cached_property
     def _universal(self) -> Mapping[str, Any]:
@@ -382,16 +452,15 @@ class _Reader:
             return 0
         return _number(self._zero.get("zero_stage"), 1)  # BF16_Optimizer has stage 1, but does not save this number.
 
-    def _groups(self, zero: Mapping[str, Any] | None) -> list[dict[str, Any]] | None:
-        """Returns the param groups of the optimizer, or None if there is no optimizer."""
+    def _groups(self, saved: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Returns the param groups of the optimizer. ``saved``: what was saved of the optimizer of a rank."""
         if self._folder.universal:
-            saved: Any = self._universal
-        elif zero is not None:
-            saved = zero.get("optimizer_state_dict" if self._stage == 3 else "base_optimizer_state")
+            inner: Any = saved
+        elif self._stage == 0:
+            inner = saved.get("optimizer_state_dict", saved)
         else:
-            saved = self._model.get("optimizer")
-            saved = None if saved is None else saved.get("optimizer_state_dict", saved)
-        return None if saved is None else list(of_type(saved, "param_groups", list))
+            inner = saved.get("optimizer_state_dict" if self._stage == 3 else "base_optimizer_state")
+        return list(of_type(inner, "param_groups", list))
 
     def _optimizer_class(self, groups: list[dict[str, Any]]) -> tuple[str | None, str | None]:
         """Returns the class of the optimizer, which DeepSpeed chooses by its configuration, and the class of the
@@ -424,10 +493,10 @@ class _Reader:
     def _refuse_unsupported(self) -> None:
         """Raises UnsupportedError if the run used a feature of DeepSpeed that zckpt does not support."""
         model = self._model
+        in_tensors = "num_experts" in model and ranks_of(model)[1] > stages_of(model)
         features = [
-            f"model parallelism ({model.get('mp_world_size')} ranks)" if model.get("mp_world_size", 1) != 1 else "",
-            "pipeline parallelism" if not isinstance(model["module"], dict) else "",
-            "a mixture of experts (deepspeed.moe)" if "num_experts" in model else "",
+            "deepspeed.moe and tensor parallelism" if in_tensors and not model.get("ds_autoep_layers") else "",
+            "experts and tensor parallelism without ZeRO" if in_tensors and model.get("param_shapes") is None else "",
             "random_ltd" if model.get("random_ltd") is not None else "",
             "curriculum learning (data_sampler)" if model.get("data_sampler") is not None else "",
         ]
@@ -437,16 +506,10 @@ class _Reader:
             )
 
 
-def _tensors(model: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Returns all tensors in the module's state dict, by the names that zckpt uses."""
-    return {plain_name(name): tensor for name, tensor in model["module"].items() if isinstance(tensor, torch.Tensor)}
-
-
-def _shape(saved: Any) -> tuple[int, ...]:
-    """Returns a saved shape of a parameter. Raises FormatError if no tensor can have it."""
-    if len(saved) > NDIM_MAX or not all(type(size) is int and 0 <= size <= TENSOR_BYTES_MAX for size in saved):
-        raise FormatError("it has a shape that no tensor can have")
-    return tuple(saved)
+def _elements(local: LocalTensor, fragment: Fragment) -> str:
+    """Returns the name of the elements that a local tensor holds, for people. ``fragment``: a part of them."""
+    whole = local.span.numel == local.span.grid.numel
+    return fragment.key if whole else f"{fragment.key} from element {local.span.start} on"
 
 
 def _number(value: Any, default: int) -> int:

@@ -12,6 +12,7 @@ import torch
 
 from zckpt.converting import stage_0_names
 from zckpt.converting.deepspeed_folder import of_type
+from zckpt.converting.stacked import Stacked
 from zckpt.engines.flats import (
     FlatBuffer,
     ParameterRange,
@@ -22,16 +23,17 @@ from zckpt.engines.flats import (
     momentum_of_muon,
     partition_numel,
 )
+from zckpt.engines.group import RankGroup
 from zckpt.errors import FormatError, MissingFileError, UnsupportedError
-from zckpt.geometry import all_of
 from zckpt.plan.replicas import Share
 from zckpt.state.inventory import MASTER, FileRange
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from zckpt.converting.deepspeed_folder import DeepSpeedFolder
-    from zckpt.engines.group import RankGroup
+    from zckpt.engines.local_tensors import LocalTensor
+    from zckpt.geometry import Span
 
 Shapes = list[dict[str, tuple[int, ...]]]
 """For each flat buffer, the shapes of its parameters by name."""
@@ -47,10 +49,10 @@ class FlatValues:
     """The place of each parameter in the flat buffer."""
     state: Mapping[str, Any]
     """The optimizer's state of the flat buffer."""
-    master: torch.Tensor = field(default_factory=lambda: torch.empty(0, device="cpu"))
+    master: torch.Tensor | Stacked = field(default_factory=lambda: torch.empty(0, device="cpu"))
     """The master weights. The tensor has no elements if they are in a swap file."""
 
-    def data(self, part: str) -> torch.Tensor | FileRange | None:
+    def data(self, part: str) -> torch.Tensor | Stacked | FileRange | None:
         """Returns the master weights or a moment, or None if there is no such part."""
         if part in self.flat.files:
             return self.flat.files[part]
@@ -60,11 +62,13 @@ class FlatValues:
 
     def dtype(self, part: str) -> torch.dtype:
         """Returns the dtype of the master weights or of a moment."""
-        tensor: torch.Tensor = self.master if part == MASTER else self.state[part]
+        tensor: torch.Tensor | Stacked = self.master if part == MASTER else self.state[part]
         return tensor.dtype
 
 
-def stages_1_and_2(zero: Mapping[str, Any], shapes: Shapes, rank: int, *, offload: bool) -> Iterator[FlatValues]:
+def stages_1_and_2(
+    zero: Mapping[str, Any], shapes: Shapes, local_tensors: Mapping[str, LocalTensor], *, offload: bool
+) -> Iterator[FlatValues]:
     """Yields the flat buffers of one rank of stage 1 or 2. Each param group has one flat buffer, which holds this
     rank's partition of all its parameters. ``offload``: whether the optimizer was offloaded."""
     if isinstance(zero.get("base_optimizer_state"), list):
@@ -82,8 +86,8 @@ def stages_1_and_2(zero: Mapping[str, Any], shapes: Shapes, rank: int, *, offloa
         length = master.numel() + (0 if padded else padding)
         sizes = [math.prod(shape) + gap for shape, gap in zip(group_shapes.values(), gaps, strict=True)]
         offsets = accumulate(sizes, initial=0)
-        held = {name: all_of(shape) for name, shape in group_shapes.items()}
-        ranges = cut_together(zip(held, held.values(), offsets, strict=False), rank, length)
+        held, owners = _held(group_shapes, local_tensors)
+        ranges = cut_together(zip(held, held.values(), offsets, strict=False), owners.rank, length)
         if any(parameter_range.offset + parameter_range.span.numel > master.numel() for parameter_range in ranges):
             raise FormatError(f"the weights of param group {number} are too short for its parameters")
         by_muon = group.get("use_muon") and not offload
@@ -93,20 +97,26 @@ def stages_1_and_2(zero: Mapping[str, Any], shapes: Shapes, rank: int, *, offloa
         yield FlatValues(flat, saved.get(group["params"][0], {}), master)
 
 
-def stage_3(zero: Mapping[str, Any], shapes: Shapes, group: RankGroup, folder: DeepSpeedFolder) -> Iterator[FlatValues]:
+def stage_3(
+    zero: Mapping[str, Any],
+    shapes: Shapes,
+    local_tensors: Mapping[str, LocalTensor],
+    folder: DeepSpeedFolder,
+    rank: int | None,
+) -> Iterator[FlatValues]:
     """Yields the flat buffers of one rank of stage 3. Each sub-group has one flat buffer, which holds this rank's
-    partitions of its parameters."""
+    partitions of its parameters. ``rank``: the number of the rank in the run, or None if it is not known."""
     saved, groups = _saved(zero, "optimizer_state_dict")
     masters = of_type(zero, "fp32_flat_groups", list)
     used = [(number, key) for number, param_group in enumerate(groups) for key in param_group["params"]]
     if not len(used) == len(masters) == len(shapes):
         raise FormatError("its param groups, weights and shapes are not those of one optimizer")
     for index, ((number, key), parameter_shapes, master) in enumerate(zip(used, shapes, masters, strict=True)):
-        held = {name: all_of(shape) for name, shape in parameter_shapes.items()}
-        ranges, state = cut_each(held.items(), group.rank, group.size), saved.get(key, {})
-        numel = sum(partition_numel(span.numel, group.size) for span in held.values())
+        held, owners = _held(parameter_shapes, local_tensors)
+        ranges, state = cut_each(held.items(), owners.rank, owners.size), saved.get(key, {})
+        numel = sum(partition_numel(span.numel, owners.size) for span in held.values())
         if numel and not master.numel():
-            files = _swapped(index, master, state, numel, folder, group.rank)
+            files = _swapped(index, master, state, numel, folder, rank)
             yield FlatValues(FlatBuffer(number, ranges, _key((0,), master), files), state, master)
         elif master.numel() == numel:
             yield FlatValues(FlatBuffer(number, ranges, _key(master.shape, master)), state, master)
@@ -114,22 +124,53 @@ def stage_3(zero: Mapping[str, Any], shapes: Shapes, group: RankGroup, folder: D
             raise FormatError(f"the weights of sub-group {index} have the wrong length")
 
 
-def names_at_stage_0(saved: Mapping[str, Any], module: Mapping[str, torch.Tensor]) -> list[list[str]]:
-    """Returns the names of the parameters of each param group. ``saved`` and ``module``: as for ``stage_0``. If the
-    master weights of a param group are one tensor, parameters and groups without elements are left out."""
+def names_at_stage_0(saved: Mapping[str, Any], module: Mapping[str, Any], experts: Collection[str]) -> list[list[str]]:
+    """Returns the names of the parameters of each param group. ``saved`` and ``module``: as for ``stage_0``.
+    ``experts``: the names of the parameters of experts, which have param groups of their own. If the master weights of
+    a param group are one tensor, parameters and groups without elements are left out."""
+    states, groups = _saved_at_stage_0(saved)
     if "fp32_groups_flat" in saved:
-        return stage_0_names.named_by_value(of_type(saved, "fp32_groups_flat", list), module)
-    masters = of_type(saved, "fp32_groups", list) if "fp32_groups" in saved else None
-    if masters is None:
-        return stage_0_names.named_by_shape(_shapes_of(*_saved_at_stage_0(saved)), module)
-    shapes = [[tuple(master.shape) for master in group_masters] for group_masters in masters]
-    names = stage_0_names.named_by_shape(shapes, module)
-    stage_0_names.check_values(list(chain(*masters)), list(chain(*names)), module)
-    return names
+        masters = of_type(saved, "fp32_groups_flat", list)
+        groups = [group for group in groups if group["params"]]
+    else:
+        masters = of_type(saved, "fp32_groups", list) if "fp32_groups" in saved else [None] * len(groups)
+    named: dict[int, list[str]] = {}
+    for of_experts in (False, True):
+        weights = {name: weight for name, weight in module.items() if (name in experts) == of_experts}
+        numbers = [number for number, group in enumerate(groups) if bool(group.get("moe")) == of_experts]
+        here = [masters[number] for number in numbers]
+        slices = {key: part for name, weight in weights.items() for key, part in _slices(name, weight, weight)}
+        if "fp32_groups_flat" in saved:
+            name_of = {key: name for name, weight in weights.items() for key, _ in _slices(name, weight, weight)}
+            of_slices = stage_0_names.named_by_value(here, slices)
+            names = [list(dict.fromkeys(name_of[key] for key in group)) for group in of_slices]
+        elif "fp32_groups" in saved:
+            shapes = [[tuple(master.shape) for master in group_masters] for group_masters in here]
+            names = stage_0_names.named_by_shape(shapes, weights)
+            pairs = zip(chain(*names), chain(*here), strict=True)
+            of_masters = dict(chain(*(_slices(name, weights[name], master) for name, master in pairs)))
+            stage_0_names.check_values(list(of_masters.values()), list(of_masters), slices)
+        else:
+            names = stage_0_names.named_by_shape(_shapes_of(states, [groups[number] for number in numbers]), weights)
+        named |= zip(numbers, names, strict=True)
+    return [named[number] for number in range(len(groups))]
+
+
+def _slices(name: str, weight: Any, data: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields the slices of a weight that is stacked, or any other one as a whole, with names. ``data``: the weight, or
+    another tensor of the same shape, of which the same slices are yielded."""
+    if not isinstance(weight, Stacked):
+        yield name, data
+        return
+    for number, part in enumerate(data.slices if isinstance(data, Stacked) else data):
+        yield f"{name}[{number}]", part
 
 
 def stage_0(
-    saved: Mapping[str, Any], module: Mapping[str, torch.Tensor], names_of_groups: list[list[str]], group: RankGroup
+    saved: Mapping[str, Any],
+    module: Mapping[str, Any],
+    names_of_groups: list[list[str]],
+    local_tensors: Mapping[str, LocalTensor],
 ) -> Iterator[FlatValues]:
     """Yields the flat buffers of stage 0. If the master weights of a param group are one tensor, each param group has
     one flat buffer. In fp32, and if each parameter has its own master weight, each parameter has one. ``saved``: the
@@ -141,11 +182,10 @@ def stage_0(
             (number, param_group["params"][0]) for number, param_group in enumerate(groups) if param_group["params"]
         ]
         for (number, index), master, names in zip(used, masters, names_of_groups, strict=True):
-            weights = [module[name] for name in names]
-            offsets = consecutive(weight.shape for weight in weights)
-            placed = zip(names, weights, offsets, strict=True)
-            ranges = [_shared(name, weight, group, offset) for name, weight, offset in placed]
-            flat = FlatBuffer(number, tuple(ranges), _key(master.shape, master), whole=len(names) == 1)
+            offsets = consecutive(module[name].shape for name in names)
+            ranges = [_shared(name, local_tensors[name], offset) for name, offset in zip(names, offsets, strict=True)]
+            whole = len(names) == 1 and _is_whole(local_tensors[names[0]])
+            flat = FlatBuffer(number, tuple(ranges), _key(master.shape, master), whole=whole)
             yield FlatValues(flat, states.get(index, {}), master)
         return
     indices = [(number, index) for number, param_group in enumerate(groups) for index in param_group["params"]]
@@ -153,24 +193,33 @@ def stage_0(
     masters = list(chain(*saved["fp32_groups"])) if "fp32_groups" in saved else [module[name] for name in named]
     for (number, index), name, master in zip(indices, named, masters, strict=True):
         if master.numel():
-            parameter_range = _shared(name, master, group, 0)
-            flat = FlatBuffer(number, (parameter_range,), _key(module[name].shape, master), whole=True)
+            local = local_tensors[name]
+            flat = FlatBuffer(
+                number, (_shared(name, local, 0),), _key(module[name].shape, master), whole=_is_whole(local)
+            )
             yield FlatValues(flat, states.get(index, {}), master)
 
 
 def universal(
-    folder: DeepSpeedFolder, groups: Sequence[Mapping[str, Any]], shapes: Shapes, group: RankGroup, step: Any
+    folder: DeepSpeedFolder,
+    groups: Sequence[Mapping[str, Any]],
+    shapes: Shapes,
+    whole_tensors: Mapping[str, LocalTensor],
+    step: Any,
 ) -> Iterator[FlatValues]:
     """Yields one flat buffer for each parameter of a Universal Checkpoint. Each rank has its share of it. ``shapes``:
-    those of the parameters of each param group or sub-group. ``step``: the optimizer's step for all parameters. None
-    means that each parameter has its own."""
+    those of the parameters of each param group or sub-group. ``whole_tensors``: the whole parameters, and the ranks
+    that share each of them. ``step``: the optimizer's step for all parameters. None means that each parameter has its
+    own."""
     if len(shapes) == len(groups):
         numbers = list(range(len(groups)))
     else:
         numbers = [number for number, param_group in enumerate(groups) for _ in param_group["params"]]
     for number, parameter_shapes in zip(numbers, shapes, strict=True):
-        for name, shape in parameter_shapes.items():
+        for name in parameter_shapes:
             saved = {key: folder.universal_file(name, f"{key}.pt") for key in ("fp32", "exp_avg", "exp_avg_sq")}
+            (span,) = _held({name: parameter_shapes[name]}, whole_tensors)[0].values()
+            shape = span.grid.shape
             data = {
                 key: _whole(value["param"] if isinstance(value, dict) else value, name, shape)
                 for key, value in saved.items() if value is not None
@@ -181,8 +230,8 @@ def universal(
             step_here = folder.universal_file(name, "step.pt") if step is None else step
             state = {} if not data else {**({} if step_here is None else {"step": step_here}), **data}
             if master.numel():
-                parameter_range = _shared(name, master, group, 0)
-                yield FlatValues(FlatBuffer(number, (parameter_range,), _key(shape, master), whole=True), state, master)
+                flat = FlatBuffer(number, (_shared(name, whole_tensors[name], 0),), _key(shape, master), whole=True)
+                yield FlatValues(flat, state, master)
 
 
 def _whole(value: Any, name: str, shape: tuple[int, ...]) -> torch.Tensor:
@@ -208,13 +257,32 @@ def _saved_at_stage_0(saved: Mapping[str, Any]) -> tuple[Mapping[Any, Any], list
     return _saved(saved, "optimizer_state_dict" if "optimizer_state_dict" in saved else None)
 
 
-def _shared(name: str, tensor: torch.Tensor, group: RankGroup, offset: int) -> ParameterRange:
-    """Returns this rank's share of a parameter whose elements begin at ``offset`` of its flat buffer."""
-    span = Share(group.rank, group.size).of(all_of(tensor.shape))
-    return ParameterRange(name, span, offset + span.start)
+def _held(
+    shapes: Mapping[str, tuple[int, ...]], local_tensors: Mapping[str, LocalTensor]
+) -> tuple[dict[str, Span], RankGroup]:
+    """Returns what a rank holds of each parameter of a flat buffer before ZeRO partitions it, and the ranks over which
+    all of them are partitioned. Raises FormatError for a name that the model does not have."""
+    unknown = next((name for name in shapes if name not in local_tensors), None)
+    if unknown is not None:
+        raise FormatError("the optimizer has a parameter that the model does not have", key=unknown)
+    owners = {local_tensors[name].owners.ranks: local_tensors[name].owners for name in shapes}
+    if len(owners) > 1:
+        raise FormatError("a flat buffer has parameters that are partitioned over other ranks than others")
+    alone = RankGroup(None, 0, (0,))
+    return {name: local_tensors[name].span for name in shapes}, next(iter(owners.values()), alone)
 
 
-def _key(shape: Sequence[int], master: torch.Tensor) -> torch.Tensor:
+def _is_whole(local: LocalTensor) -> bool:
+    return local.span.numel == local.span.grid.numel
+
+
+def _shared(name: str, local: LocalTensor, offset: int) -> ParameterRange:
+    """Returns this rank's share of a parameter whose local tensor begins at ``offset`` of its flat buffer."""
+    span = Share(local.owners.rank, local.owners.size).of(local.span)
+    return ParameterRange(name, span, offset + span.start - local.span.start)
+
+
+def _key(shape: Sequence[int], master: torch.Tensor | Stacked) -> torch.Tensor:
     """Returns a tensor without memory, which serves as the key of a flat buffer's state."""
     return torch.empty(tuple(shape), dtype=master.dtype, device="meta")
 
@@ -231,9 +299,14 @@ def _shape(state: Mapping[str, Any]) -> tuple[int, ...] | None:
 
 
 def _swapped(
-    number: int, master: torch.Tensor, state: Mapping[str, Any], numel: int, folder: DeepSpeedFolder, rank: int
+    number: int, master: torch.Tensor, state: Mapping[str, Any], numel: int, folder: DeepSpeedFolder, rank: int | None
 ) -> dict[str, FileRange]:
     """Returns the swap files of a sub-group by part. Each tensor has the name of its file as an attribute."""
+    if rank is None:
+        raise UnsupportedError(
+            f"sub-group {number} was offloaded to NVMe, and the folder does not tell the order of the ranks of an mpu",
+            file=folder.path, hint=stage_0_names.HINT,
+        )  # fmt: skip
     tensors = {MASTER: master}
     for key, value in state.items():
         if isinstance(value, torch.Tensor) and value.dim() == 1 and not value.numel():

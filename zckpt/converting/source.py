@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from zckpt.errors import FormatError, StorageError, ZckptError, from_os_error
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from zckpt.state.inventory import Fragment
 
@@ -57,6 +57,11 @@ class RankPart(NamedTuple):
     optimizer: Mapping[str, Any]
     """What the files of this rank contain of the optimizer's state that is kept once for all ranks. It must be equal on
     all ranks."""
+    replicas: Sequence[tuple[str, Fragment]] = ()
+    """The fragments of local tensors that other groups of ranks hold too, with the same values, each with a name of the
+    local tensor for people. Only one of the groups has them in ``fragments``."""
+    group: str = ""
+    """The name of the rank's group, for people."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from zckpt.converting.replica_sums import check_sums, sums_of
 from zckpt.converting.restricted_pickle import COPIED_BYTES_MAX
 from zckpt.converting.source import AS_WRITTEN, values_of
 from zckpt.errors import FormatError, StateError
@@ -31,7 +32,8 @@ from zckpt.writing.options import WriteOptions
 from zckpt.writing.rank_write import RankWrite, join
 
 if TYPE_CHECKING:
-    from zckpt.converting.source import Source
+    from zckpt.converting.replica_sums import Sums
+    from zckpt.converting.source import RankPart, Source
     from zckpt.plan.layout import DataFilePlan
     from zckpt.progress import Progress
     from zckpt.ranks.collectives import Ranks
@@ -69,9 +71,10 @@ def write_source(
     begun: list[RankWrite] = []
     """The write of rank 0, on process 0. It takes the lock and commits. The list is empty on other processes."""
 
-    def plan() -> list[bytes]:
+    def plan() -> tuple[list[bytes], Sums]:
         nonlocal own_bytes
-        rank_records = []
+        rank_records: list[bytes] = []
+        sums: Sums = []
         with values_of(source.path):
             for rank in sorted({0, *own_ranks}):  # All other ranks are compared with rank 0.
                 data_files = planned.data_files(rank)
@@ -83,8 +86,9 @@ def write_source(
                     )  # fmt: skip
                 if rank in own_ranks:
                     rank_records.append(catalog.pack(catalog.rank_record(rank, data_files)))
+                    sums += planned.replica_sums()
                     own_bytes += nbytes
-        return rank_records
+        return rank_records, sums
 
     def rank_write(rank: int, options: WriteOptions) -> RankWrite:
         lineage = Lineage("", Use.RESUME if source.state.get("optimizer") else Use.WEIGHTS)
@@ -94,11 +98,15 @@ def write_source(
             data_files=planned.data_files(rank), metadata=metadata, options=options,
         )  # fmt: skip
 
+    def compare() -> None:
+        with values_of(source.path):
+            check_sums(chain(*(sums for _, sums in planned_files)))
+
     def begin() -> Space:
         first = rank_write(0, options)
         with values_of(source.path):
             try:
-                records = catalog.unpack(chain(*rank_records))
+                records = catalog.unpack(chain(*(records for records, _ in planned_files)))
                 if all(file.part == STATE for record in records for file in record.files):
                     raise FormatError("the source has no tensor of a model or of its optimizer")
                 first.describe(records)
@@ -117,7 +125,8 @@ def write_source(
         return digests
 
     try:
-        rank_records = ranks.share(plan, "plan the checkpoint")
+        planned_files = ranks.share(plan, "plan the checkpoint")
+        ranks.together(compare, "compare the replicas")
         space = ranks.first(begin, "begin the checkpoint")
         ranks.together(lambda: join(store, planned.save_id, ranks.rank, 0, space), "begin the checkpoint")
         digests = ranks.share(write, "convert")
@@ -136,11 +145,17 @@ class _Planned:
     def __init__(self, source: Source, save_id: str) -> None:
         self._source, self.save_id = source, save_id
         self._scalars = b""
+        self._last: RankPart | None = None
+
+    def replica_sums(self) -> Sums:
+        """Returns the sums of the replicas of the rank whose files were planned last."""
+        return [] if self._last is None else sums_of(self._last.replicas, self._last.group)
 
     def data_files(self, rank: int) -> tuple[DataFilePlan, ...]:
         """Returns the plan of the data files of one rank. Call this for rank 0 first."""
         source, part = self._source, self._source.rank(rank)
         fragments: list[Fragment] = part.fragments
+        self._last = part
         scalars = fingerprint(part.optimizer)
         if rank == 0:
             root = {"engine": source.state, names.CLIENT_STATE: dict(source.client_state)}

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     Cut = tuple[tuple[int, ...], int, Sequence[Section]]
     """The shape of a whole parameter, the dimension that is cut, and the indices of each rank in it."""
 
-_EXPERT = re.compile(r"(.*?deepspeed_experts\.)(\d+)(\..*)")
+EXPERT = re.compile(r"(.*?deepspeed_experts\.)(\d+)(\..*)")
 """Matches the name of a parameter or buffer of an expert."""
 _AUTOEP = "ds_autoep_uc_meta"
 """The attribute in which AutoEP describes how it has divided a parameter."""
@@ -92,7 +92,7 @@ class MoeExperts:
         return name if here else f"{match[1]}{layer.first}{match[3]}"
 
     def _expert(self, name: str) -> tuple[re.Match[str] | None, _Layer | None]:
-        match = _EXPERT.fullmatch(name)
+        match = EXPERT.fullmatch(name)
         return match, self._layers.get(match[1]) if match else None
 
 

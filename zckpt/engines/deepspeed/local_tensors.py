@@ -27,8 +27,10 @@ if TYPE_CHECKING:
 
     from zckpt.engines.deepspeed.experts import Cut, MoeExperts
     from zckpt.engines.deepspeed.pipeline_stage import PipelineStage
-    from zckpt.geometry import Span
+    from zckpt.geometry import Section, Span
 
+INTERVALS_MAX = 1 << 20
+"""The most intervals into which one dimension of a parameter is cut. Each takes about 100 bytes of memory."""
 _MAP = "ds_autotp_universal_checkpoint_meta"
 """The attribute in which AutoTP describes how it has cut a parameter."""
 
@@ -129,7 +131,10 @@ def _cut_of(name: str, parameter: Any, shape: tuple[int, ...], ranks: RankGroup)
     tensor."""
     described = getattr(parameter, _MAP, None)
     if described is None:
-        return _cut_evenly(name, parameter, shape, ranks.size) if _is_parallel(parameter) else None
+        if not _is_parallel(parameter):
+            return None
+        dim, parts = int(getattr(parameter, "partition_dim", 0)), int(getattr(parameter, "partition_stride", 1))
+        return cut_evenly(name, shape, dim, parts, ranks.size)
     conversion = described["conversion"]
     reason, cut_map = conversion.get("unsupported_reason"), conversion.get("affine_map")
     if reason is None and cut_map is None and not described["replicated"]:
@@ -141,11 +146,13 @@ def _cut_of(name: str, parameter: Any, shape: tuple[int, ...], ranks: RankGroup)
         raise ValueError(f"{name}, which AutoTP has cut: {reason}")
     if described["replicated"]:
         return None
-    return _cut_by_map(name, tuple(described["original_shape"]), int(described["partition_dim"]), cut_map)
+    return cut_by_map(name, tuple(described["original_shape"]), int(described["partition_dim"]), cut_map)
 
 
-def _cut_evenly(name: str, parameter: Any, shape: tuple[int, ...], ranks: int) -> Cut:
-    dim, parts = int(getattr(parameter, "partition_dim", 0)), int(getattr(parameter, "partition_stride", 1))
+def cut_evenly(name: str, shape: tuple[int, ...], dim: int, parts: int, ranks: int) -> Cut:
+    """Returns the cut of a parameter of which dimension ``dim`` is ``parts`` equal parts one after another, each of
+    them cut evenly. ``shape``: that of the local tensor. ``ranks``: the number of ranks. Raises ValueError, with a
+    phrase for an error, if the shape does not fit."""
     if not (0 <= dim < len(shape) and parts > 0 and shape[dim] % parts == 0):
         raise ValueError(f"{name}, whose partition_dim {dim} or partition_stride {parts} does not fit {list(shape)}")
     width = shape[dim] // parts
@@ -153,16 +160,13 @@ def _cut_evenly(name: str, parameter: Any, shape: tuple[int, ...], ranks: int) -
     return (*shape[:dim], shape[dim] * ranks, *shape[dim + 1 :]), dim, sections
 
 
-def _cut_by_map(name: str, shape: tuple[int, ...], dim: int, cut_map: Mapping[str, Any]) -> Cut:
+def cut_by_map(name: str, shape: tuple[int, ...], dim: int, cut_map: Mapping[str, Any]) -> Cut:
     """Returns the cut that a map of AutoTP describes. ``shape``: that of the whole parameter. In the map, the parameter
     may have a shape with more dimensions, of which ``dim`` is the one that is cut. Each piece in the map has the
-    strides of that shape, and all indices of the other dimensions."""
+    strides of that shape, and all indices of the other dimensions. Raises ValueError, with a phrase for an error, if
+    the map does not describe such a cut."""
     logical = tuple(cut_map["logical_shape"])
-    inner, same = math.prod(logical[dim + 1 :]), shape == logical
-    fits = same or (math.prod(shape[1:]) == inner and math.prod(shape) == math.prod(logical))
-    # If the first dimension of the parameter is several dimensions of the map, each index of those before ``dim`` has
-    # its own pieces.
-    dim_of_shape, repeats = (dim, 1) if same else (0, math.prod(logical[:dim]))
+    inner, fits = math.prod(logical[dim + 1 :]), True
     strides = tuple(math.prod(logical[at + 1 :]) for at in range(len(logical)))
     sections = []
     for _, shard in sorted(cut_map["ranks"].items()):
@@ -171,12 +175,29 @@ def _cut_by_map(name: str, shape: tuple[int, ...], dim: int, cut_map: Mapping[st
             others = [piece["shape"][at] == size for at, size in enumerate(logical) if at != dim]
             fits &= all(others) and tuple(piece["source"][1]) == strides
             fits &= piece["source"][0] % inner == 0 and len(piece["locations"]) == 1
-        intervals = [(piece["source"][0] // inner, piece["shape"][dim]) for piece in pieces]
-        sections.append(
-            tuple((repeat * logical[dim] + first, count) for repeat in range(repeats) for first, count in intervals)
-        )
-    indices = sorted(interval for section in sections for interval in section if interval[1])
-    ends = list(accumulate((count for _, count in indices), initial=0))
-    if not fits or [*(first for first, _ in indices), shape[dim_of_shape]] != ends:
+        sections.append(tuple((piece["source"][0] // inner, piece["shape"][dim]) for piece in pieces))
+    if not fits:
         raise ValueError(f"{name}, which AutoTP has cut into pieces that are no sections of one dimension")
-    return shape, dim_of_shape, sections
+    return cut_of_view(name, shape, logical, dim, sections)
+
+
+def cut_of_view(name: str, shape: tuple[int, ...], view: tuple[int, ...], dim: int, sections: Sequence[Section]) -> Cut:
+    """Returns the cut of a parameter of the given shape, of which a view is cut. ``view``: the shape of the view.
+    ``dim``, ``sections``: the dimension of the view that is cut, and the indices of each rank in it. The view has the
+    same dimensions as the parameter, or its first dimension is divided into several ones up to ``dim``. Raises
+    ValueError, with a phrase for an error, if the sections do not have each index once."""
+    same = shape == view
+    fits = same or (math.prod(shape[1:]) == math.prod(view[dim + 1 :]) and math.prod(shape) == math.prod(view))
+    # If the first dimension of the parameter is several dimensions of the view, each index of those before ``dim`` has
+    # its own sections.
+    dim_of_shape, repeats = (dim, 1) if same else (0, math.prod(view[:dim]))
+    if fits and repeats * sum(map(len, sections)) <= INTERVALS_MAX:
+        sections = [
+            tuple((repeat * view[dim] + first, count) for repeat in range(repeats) for first, count in section)
+            for section in sections
+        ]
+        indices = sorted(interval for section in sections for interval in section if interval[1])
+        ends = list(accumulate((count for _, count in indices), initial=0))
+        if [*(first for first, _ in indices), shape[dim_of_shape]] == ends:
+            return shape, dim_of_shape, sections
+    raise ValueError(f"{name}, whose sections do not fit its shape {list(shape)}")

@@ -15,7 +15,7 @@ from zckpt.engines.deepspeed.classes import is_a
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-_TIED = "tied_modules."
+TIED = "tied_modules."
 
 
 class PipelineStage:
@@ -31,7 +31,7 @@ class PipelineStage:
         if not self.divided:
             return False
         module, (layer, *rest) = self._module, name.split(".")
-        if name.startswith(_TIED):
+        if name.startswith(TIED):
             keys = {getattr(spec, "key", None) for spec in module._layer_specs}
             return rest[0] in keys and rest[0] not in module.tied_modules
         number = int(layer) if layer.isdecimal() else -1
@@ -40,7 +40,7 @@ class PipelineStage:
     def tied(self, name: str) -> str:
         """Returns the key of the shared module to which a parameter belongs, if other stages have a copy of it, and
         otherwise an empty text."""
-        key = name.removeprefix(_TIED).partition(".")[0] if name.startswith(_TIED) else ""
+        key = name.removeprefix(TIED).partition(".")[0] if name.startswith(TIED) else ""
         comms = self._module.tied_comms if self.divided else {}
         return key if key in comms and len(comms[key]["ranks"]) > 1 else ""
 
@@ -48,10 +48,10 @@ class PipelineStage:
         """Yields a phrase for an error if other stages have a parameter under the same name with other values."""
         for name in parameters if self.divided else ():
             key = self.tied(name)
-            if not name.startswith(_TIED) and not name.partition(".")[0].isdecimal():
+            if not name.startswith(TIED) and not name.partition(".")[0].isdecimal():
                 yield f"{name}, which belongs to no layer, so that each pipeline stage has its own"
                 return
-            if key and name.removeprefix(f"{_TIED}{key}.") not in self._module.tied_comms[key]["weight_attr"]:
+            if key and name.removeprefix(f"{TIED}{key}.") not in self._module.tied_comms[key]["weight_attr"]:
                 yield (
                     f"{name}, which is not in tied_weight_attr, so that its copies on other pipeline stages have other "
                     "values"

@@ -1,0 +1,72 @@
+"""zckpt.convert turns the folders that DeepSpeed itself has saved of runs with tensor, expert and pipeline parallelism
+into what zckpt would have written, which fits every other division."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.support.divided import Setup, check_conversion
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.support.cluster import Cluster
+
+TP, EP, PP = "tensor_parallel", "expert_parallel", "pipelines"
+PATTERNS: dict[str, Any] = {
+    "universal_checkpoint_info": {
+        "tp_replicated_parameter_patterns": ["down_bias", r"norm\.\w+", "head$"],
+        "parameter_with_row_parallelism_patterns": ["down$"],
+        "parameter_with_2_sub_params_cat_dim_0": ["gate_up.*"],
+    }
+}
+"""How ``Megatron`` is cut, as DeepSpeed's own converter wants to know it."""
+SLICED: dict[str, Any] = {
+    "universal_checkpoint_info": {
+        "tp_replicated_parameter_patterns": [
+            r"tied_modules\.", r"\d+\.fc\.", r"\d+\.norm\.", r"\d+\.fixed\.", r"\d+\.bias$"
+        ],
+        "parameter_with_row_parallelism_patterns": [r"\d+\.weight$"],
+    }
+}  # fmt: skip
+"""The same for the ``Sliced`` layers of a pipeline."""
+Case = tuple[str, list[tuple[Setup, int]], dict[str, Any]]
+CASES: dict[str, Case] = {
+    "tp3-2": (TP, [({"tp": 3, "stage": 2}, 3), ({"tp": 2, "stage": 1}, 4)], {}),
+    "tp2-0": (TP, [({"tp": 2, "stage": 0}, 4), ({"tp": 1, "stage": 3}, 2)], {}),
+    "tp2-0-bf16": (TP, [({"tp": 2, "stage": 0, "dtype": "bf16"}, 2), ({"tp": 3, "stage": 2, "dtype": "bf16"}, 3)], {}),
+    "tp2-1": (TP, [({"tp": 2, "stage": 1, "data_types": {"grad_accum_dtype": "fp32"}, "dtype": "bf16"}, 4)], {}),
+    "tp2-3": (TP, [({"tp": 2, "stage": 3, "frozen": True, "offload": True}, 4)], {}),
+    "mpu-1": (
+        TP, [({"way": "strided", "tp": 2, "stage": 1}, 4), ({"way": "mpu", "tp": 1, "stage": 2}, 2)], PATTERNS
+    ),
+    "mpu-0": (TP, [({"way": "mpu", "tp": 2, "stage": 0}, 4)], PATTERNS),
+    "mpu-3": (TP, [({"way": "mpu", "tp": 2, "stage": 3, "frozen": True}, 4)], PATTERNS),
+    "moe-1": (EP, [({"ep": 2, "stage": 1}, 4), ({"ep": 1, "stage": 2}, 2)], {}),
+    "moe-0": (EP, [({"ep": 2, "stage": 0}, 4), ({"ep": 4, "stage": 1}, 4)], {}),
+    "moe-0-bf16": (EP, [({"ep": 2, "stage": 0, "dtype": "bf16"}, 2)], {}),
+    "moe-2-strided": (EP, [({"ep": 2, "stage": 2, "use_data_before_expert_parallelism": True}, 4)], {}),
+    "auto-1": (EP, [({"ep": 2, "stage": 1, "auto": True}, 4), ({"ep": 4, "stage": 3, "auto": True}, 4)], {}),
+    "auto-3": (EP, [({"ep": 2, "stage": 3, "auto": True, "dtype": "bf16"}, 4)], {}),
+    "pipe-1": (PP, [({"stages": 2, "zero": 1}, 4), ({"stages": 1, "zero": 1}, 2)], {}),
+    "auto-0": (EP, [({"ep": 2, "stage": 0, "auto": True}, 4)], {}),
+    "auto-0-bf16": (EP, [({"ep": 2, "stage": 0, "auto": True, "dtype": "bf16"}, 2)], {}),
+    "auto-tp": (EP, [({"ep": 2, "stage": 1, "auto": True, "tp": 2}, 4)], {}),
+    "pipe-moe": (PP, [({"stages": 2, "zero": 1, "ep": 2}, 4), ({"stages": 1, "zero": 1, "ep": 1}, 2)], {}),
+    "pipe-3d": (PP, [({"stages": 2, "zero": 1, "tp": 2}, 8), ({"stages": 1, "zero": 1, "tp": -1}, 2)], SLICED),
+    "pipe-0-bf16": (PP, [({"stages": 2, "zero": 0, "dtype": "bf16"}, 4)], {}),
+    "pipe-4-bf16": (PP, [({"stages": 4, "zero": 1, "dtype": "bf16"}, 4)], {}),
+}  # fmt: skip
+"""For each case, the way of dividing, the engines with their numbers of ranks, of which the first one saves, and its
+``client_state``."""
+EVERY_COMMIT = {"tp3-2", "moe-1", "pipe-1"}
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=() if case in EVERY_COMMIT else pytest.mark.matrix) for case in CASES]
+)
+def test_a_conversion_is_what_zckpt_would_have_written(cluster: Cluster, tmp_path: Path, case: str) -> None:
+    module, setups, client_state = CASES[case]
+    check_conversion(cluster, tmp_path, module, setups, client_state)

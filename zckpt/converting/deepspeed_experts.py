@@ -1,0 +1,181 @@
+"""Experts that were divided between ranks: those of ``deepspeed.moe.layer.MoE``, and those of AutoEP.
+
+layer_L_expert_E_mp_rank_M_model_states.pt   stages 0 to 2: the weights and buffers of expert E, which has its number
+                                             among all experts of the layer; L counts the layers with experts
+expp_rank_R_mp_rank_M_optim_states.pt        stage 0: the optimizer's state of a rank with the experts of rank R
+
+All other files have the names of a rank, which numbers its experts of ``MoE`` from 0. AutoEP keeps each weight of all
+experts of a rank in one parameter, and describes the experts of each rank in the entry ``ds_autoep_layers``.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from zckpt.converting.deepspeed_folder import of_type
+from zckpt.converting.stacked import Stacked
+from zckpt.engines.deepspeed.experts import EXPERT
+from zckpt.engines.group import RankGroup
+from zckpt.engines.tensors import plain_name
+from zckpt.errors import FormatError, UnsupportedError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+    from zckpt.converting.deepspeed_folder import DeepSpeedFolder
+    from zckpt.engines.deepspeed.experts import Cut
+
+_EP_SIZE = re.compile(r"ep_size_(\d{1,7})", re.ASCII)
+"""Matches the name that DeepSpeed gives to a param group of experts. It has the number of ranks over which these are
+divided."""
+_AUTOEP_WEIGHTS = ("w1", "w2", "w3")
+"""The parameters of a layer of AutoEP."""
+
+
+class Experts:
+    """The experts of one run, and the ranks that have each of them.
+
+    Args:
+        folder: the folder.
+        saved: the model states of rank 0.
+        groups: the param groups of the optimizer.
+        stage_ranks: the number of ranks in each stage of the pipeline.
+    """
+
+    def __init__(
+        self,
+        folder: DeepSpeedFolder,
+        saved: Mapping[str, Any],
+        groups: Iterable[Mapping[str, Any]],
+        stage_ranks: int,
+    ) -> None:
+        self._folder = folder
+        self._autoep: dict[str, Mapping[str, Any]] = {}
+        """The description of each layer of AutoEP, by the beginning of the names of its parameters."""
+        self._here: dict[str, int] = {}
+        """How many experts a rank has of each layer of ``MoE``, by the beginning of the names of its parameters."""
+        matches = (_EP_SIZE.fullmatch(str(group.get("name"))) for group in groups if group.get("moe"))
+        sizes = {int(match[1]) for match in matches if match}
+        if len(sizes) != 1:
+            raise UnsupportedError(
+                f"its experts are divided over several numbers of ranks: {sorted(sizes)}"
+                if sizes
+                else "no param group tells over how many ranks its experts are divided"
+            )
+        self.ranks = sizes.pop()
+        """The number of ranks over which the experts of each layer are divided."""
+        if not 1 <= self.ranks <= stage_ranks or stage_ranks % self.ranks:
+            raise FormatError(f"its experts are divided over {self.ranks} of {stage_ranks} ranks")
+        config = saved.get("ds_config")
+        self._strided = isinstance(config, dict) and config.get("use_data_before_expert_parallelism") is True
+        self._copies = stage_ranks // self.ranks
+
+    @property
+    def names_differ(self) -> bool:
+        """Whether ranks have experts of different names."""
+        return self.ranks > 1 and bool(self._here)
+
+    def add(self, model: int, saved: Mapping[str, Any]) -> None:
+        """Adds the layers of a rank of model parallelism. ``saved``: its model states."""
+        layers = saved.get("ds_autoep_layers") or ()
+        self._autoep |= {plain_name(layer["expert_key_prefix"]): layer for layer in layers}
+        for layer, count in enumerate(() if layers else of_type(saved, "num_experts", list)):
+            if type(count) is not int or count < 1 or count % self.ranks:
+                raise FormatError(f"a layer with {count} experts cannot be divided over {self.ranks} ranks")
+            names = (plain_name(name) for name in self._folder.expert(layer, 0, model))
+            self._here |= {match[1]: count // self.ranks for match in map(EXPERT.fullmatch, names) if match}
+
+    def tensors(self, number: int, model: int, saved: Mapping[str, Any]) -> dict[str, torch.Tensor | Stacked]:
+        """Returns those weights and buffers of the experts of a rank that the files of its optimizer do not have, by
+        their names in a checkpoint. ``number``: that of the rank among those over which the experts are divided.
+        ``saved``: the model states of the rank."""
+        if saved.get("ds_autoep_layers"):
+            return dict(self._of_autoep(number, model, saved))
+        tensors: dict[str, torch.Tensor | Stacked] = {}
+        for layer, count in enumerate(of_type(saved, "num_experts", list)):
+            here = count // self.ranks
+            for expert in range(number * here, (number + 1) * here):
+                for name, tensor in self._folder.expert(layer, expert, model).items():
+                    match = EXPERT.fullmatch(plain_name(name))
+                    if match is None or int(match[2]) != expert or not isinstance(tensor, torch.Tensor):
+                        path = self._folder.expert_path(layer, expert, model)
+                        raise FormatError("it has something else than tensors of this expert", file=path, key=name)
+                    tensors[match[0]] = tensor
+        return tensors
+
+    def _of_autoep(self, number: int, model: int, saved: Mapping[str, Any]) -> Iterator[tuple[str, Stacked]]:
+        """Yields those weights of AutoEP that are not trained, or that are their own master weights at stage 0."""
+        trained = {name for shapes in saved.get("param_shapes") or () for name in shapes}
+        for layer in saved["ds_autoep_layers"]:
+            names = [f"{layer['expert_key_prefix']}.{name}" for name in _AUTOEP_WEIGHTS]
+            count = len(_placement(layer)[number])
+            experts = range(number * count, (number + 1) * count) if not trained.issuperset(names) else ()
+            files = [(expert, self._folder.expert(layer["moe_layer_id"], expert, model)) for expert in experts]
+            for name in names:
+                if name not in trained:
+                    slices = [of_type(file, f"{name}.{expert}", torch.Tensor) for expert, file in files]
+                    yield plain_name(name), Stacked(tuple(slices))
+
+    def number(self, rank: int) -> int:
+        """Returns the number of a rank among those over which the experts are divided. ``rank``: its number in its
+        stage of the pipeline."""
+        return rank // self._copies if self._strided else rank % self.ranks
+
+    def holders(self, rank: int) -> RankGroup:
+        """Returns the ranks of a stage that have the same experts as one of them."""
+        number = self.number(rank)
+        step, first = (1, number * self._copies) if self._strided else (self.ranks, number)
+        return RankGroup(None, (rank - first) // step, tuple(range(first, first + self._copies * step, step)))
+
+    def is_expert(self, name: str) -> bool:
+        """Returns whether a parameter belongs to experts."""
+        return EXPERT.fullmatch(name) is not None or name.rpartition(".")[0] in self._autoep
+
+    def global_name(self, name: str, number: int) -> str:
+        """Returns the name that a tensor has in a checkpoint. ``name``: its name on a rank. ``number``: that of the
+        rank among those over which the experts are divided."""
+        match = EXPERT.fullmatch(name)
+        if match is None or match[1] not in self._here:
+            return name
+        return f"{match[1]}{number * self._here[match[1]] + int(match[2])}{match[3]}"
+
+    def cut_of(self, name: str, shape: tuple[int, ...]) -> Cut | None:
+        """Returns how AutoEP has divided a parameter, or None for any other parameter. ``shape``: that of the local
+        tensor."""
+        layer = self._autoep.get(name.rpartition(".")[0])
+        if layer is None:
+            return None
+        sections = [tuple((expert, 1) for expert in experts) for experts in _placement(layer)]
+        numbers = sorted(first for section in sections for first, _ in section)
+        if len(sections) != self.ranks or numbers != [*range(len(numbers))] or not shape:
+            raise FormatError("ds_autoep_layers does not have each expert once", key=name)
+        return (len(numbers), *shape[1:]), 0, sections
+
+    def check(self, saved: Mapping[str, Any], rank: int) -> None:
+        """Raises FormatError if the file of a rank says that it has other experts. ``saved``: its model states.
+        ``rank``: its number in its stage of the pipeline."""
+        for layer in saved.get("ds_autoep_layers") or ():
+            if self._folder.partitions_weights and layer["ep_rank"] != self.number(rank):
+                raise FormatError(f"it has the experts of rank {layer['ep_rank']}", key=layer["expert_key_prefix"])
+
+    def aliases(self, names: Mapping[str, Any]) -> dict[str, str]:
+        """Returns for each other name that AutoEP has given to a router the name under which it is stored. ``names``:
+        those in the module."""
+        aliases = {}
+        for prefix in self._autoep:
+            layer = prefix.rpartition(".")[0]
+            for name in names:
+                rest = name.removeprefix(f"{layer}.").partition(".")[2]
+                router = f"{layer}.router.{rest}"
+                if name.startswith(f"{layer}.") and router in names and name != router:
+                    aliases[name] = router
+        return aliases
+
+
+def _placement(layer: Mapping[str, Any]) -> list[list[int]]:
+    """Returns the numbers of the experts that each rank has of a layer of AutoEP."""
+    ranks = sorted(layer["expert_placement"]["ranks"], key=lambda rank: rank["rank"])
+    return [[int(expert) for expert in rank["experts"]] for rank in ranks]
