@@ -4,9 +4,9 @@ PyTorch's distributed checkpoint (DCP) through s3fs and through s3torchconnector
     python bench/object_store.py [--size 512MiB] [--dir DIR] [--runs 3]
 
 The store is SeaweedFS on this machine, so it takes processors from those that are measured. rclone may have 64 parts in
-flight, and zckpt 4 for each file. At the end, a training on one core takes steps while other threads
-of its process upload the state. If this program may set priorities (as root), the store of this part has the lowest
-one, because it would be on another machine.
+flight, and zckpt 8 for each file and 12 for a process. At the end, a training on one core takes steps while other
+threads of its process upload the state. If this program may set priorities (as root), the store of this part has the
+lowest one, because it would be on another machine.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ def measure_memory(result: Result, size: int, new: str, there: str, peers: dict[
             empty(new)
     result.extra["peak_mib"] = peaks
     budget = zckpt.Budget.from_environment().nbytes / MIB
-    result.at_most("peak memory of a write, MiB", peaks["zckpt, write"], budget + 128, "MiB")
+    result.at_most("peak memory of a write, MiB", peaks["zckpt, write"], budget, "MiB")
     result.at_most("peak memory of a load beside its tensors, MiB", peaks["zckpt, load"], budget + 128, "MiB")
 
 

@@ -137,10 +137,10 @@ def test_files_end_as_soon_as_they_are_written_and_those_that_say_so_come_last(
     opened: set[ObjectWriter] = set()
     most, upload, close = [0], ObjectWriter._upload, ObjectWriter.close
 
-    def counted(writer: ObjectWriter, data: bytes) -> None:
+    def counted(writer: ObjectWriter) -> None:
         opened.add(writer)
         most[0] = max(most[0], len(opened))
-        upload(writer, data)
+        upload(writer)
 
     def closed(writer: ObjectWriter) -> None:
         opened.discard(writer)

@@ -74,6 +74,9 @@ class MemoryWriter:
     def write(self, data: Bytes | memoryview, offset: int) -> None:
         self._parts[offset] = bytes(data)
 
+    def is_next(self, offset: int) -> bool:
+        return True
+
     def sync(self) -> None:
         self._store.put(self._path, b"".join(self._parts[offset] for offset in sorted(self._parts)), ANYTHING)
 

@@ -68,6 +68,24 @@ def test_each_item_goes_through_all_steps_in_order(threads: int, buffers: int) -
         assert [step for step, number in steps.done if number == item] == list(STEPS)
 
 
+@pytest.mark.parametrize(("threads", "buffers"), [(1, 1), (4, 4), (3, 8)])
+def test_items_of_files_that_take_bytes_in_order_are_put_in_order(threads: int, buffers: int) -> None:
+    """Item 49 is that of a file of its own, and item 20 is never next, because what is in front of it comes later."""
+    steps, pool = Steps(), StagingPool(MIB, buffers)
+
+    def is_next(item: int) -> bool:
+        return item == 49 or (item != 20 and all(("put", other) in steps.done for other in range(item) if other != 20))
+
+    pipeline = Pipeline(
+        range(50), steps.take, steps.digest, steps.put, not_straight, pool, Snapshot(), 50, is_next=is_next
+    )
+    with pool.work(50):
+        pipeline.run(Budget(threads=threads))
+    put = [item for step, item in steps.done if step == "put"]
+    assert sorted(put) == list(range(50))
+    assert [item for item in put if item not in (20, 49)] == [item for item in range(49) if item != 20]
+
+
 def test_an_item_for_which_nothing_is_left_to_do_gives_its_buffer_back() -> None:
     taken = []
 

@@ -165,6 +165,11 @@ class Writer(Protocol):
         page of the file is a whole page of memory. The caller changes ``data`` as soon as this method has returned, so
         keep no reference to it."""
 
+    def is_next(self, offset: int) -> bool:
+        """Returns whether the writer can pass on bytes from byte ``offset`` of the file on now. If a server takes the
+        bytes only in the order of the file, False means that the writer would have to keep these until those in front
+        of them are written. zckpt lets it keep bytes only if it could not go on otherwise."""
+
     def sync(self) -> None:
         """Makes the data durable. It is called once, after the last write has returned. After an error it is not called
         at all."""

@@ -157,6 +157,9 @@ class LocalWriter:
             os.lseek(fd, offset, os.SEEK_SET)
             return os.write(fd, views[0])
 
+    def is_next(self, offset: int) -> bool:
+        return True
+
     def sync(self) -> None:
         self._complete()
         self._flush()

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import threading
 from contextlib import suppress
 from tempfile import TemporaryFile, gettempdir
 from typing import TYPE_CHECKING, Any, BinaryIO
+from weakref import finalize
+
+import numpy as np
 
 from zckpt.errors import StorageError, from_os_error
 
@@ -18,8 +22,11 @@ PART_BYTES = 8 << 20
 """The size in bytes of the parts in which a large file is uploaded, if they are not too many."""
 PARTS_MAX = 10_000
 """The largest number of parts that S3 accepts for one file."""
-PARTS_IN_FLIGHT = 4
+PARTS_IN_FLIGHT = 8
 """How many parts of one file are uploaded at a time."""
+UPLOADING_BYTES_MAX = 96 << 20
+"""The most bytes of this process that are being uploaded at a time. They are a part of the memory that the default
+budget leaves to the store. A part that is longer than this is uploaded alone."""
 EARLY_BYTES_MAX = 64 << 20
 """The most bytes of this process that wait in memory for the bytes in front of them in their files."""
 _waiting_bytes = 0
@@ -36,6 +43,28 @@ def _count(nbytes: int) -> bool:
             return False
         _waiting_bytes += nbytes
     return True
+
+
+_uploading_bytes = 0
+"""How many bytes are being uploaded."""
+_uploads = threading.Condition(threading.RLock())  # The end of an upload may be noticed in any thread, at any time.
+
+
+def _begin(part: Bytes) -> None:
+    """Waits until a part may be uploaded, and counts its bytes until obstore does not refer to them any more."""
+    global _uploading_bytes  # noqa: PLW0603
+    with _uploads:
+        while _uploading_bytes and _uploading_bytes + part.nbytes > UPLOADING_BYTES_MAX:
+            _uploads.wait()
+        _uploading_bytes += part.nbytes
+    finalize(part, _end, part.nbytes).atexit = False
+
+
+def _end(nbytes: int) -> None:
+    global _uploading_bytes  # noqa: PLW0603
+    with _uploads:
+        _uploading_bytes -= nbytes
+        _uploads.notify_all()
 
 
 class _Early:
@@ -105,6 +134,10 @@ class ObjectWriter:
         self._file: Any = None
         self._early = _Early()
         self._position = 0
+        self._part: Bytes | None = None
+        """The part that is being filled."""
+        self._filled = 0
+        """How many bytes of it are filled."""
         self._lock = threading.Lock()
 
     def write(self, data: Bytes | memoryview, offset: int) -> None:
@@ -113,24 +146,44 @@ class ObjectWriter:
             if offset != self._position:
                 self._early.keep(offset, view)
                 return
-            for start in range(0, len(view), PART_BYTES):
-                self._upload(bytes(view[start : start + PART_BYTES]))
+            self._append(view)
             while (early := self._early.take(self._position)) is not None:
-                self._upload(early)
+                self._append(memoryview(early))
 
-    def _upload(self, data: bytes) -> None:
-        with self._store.errors("write", self._path, self._position, self._position + len(data)):
+    def is_next(self, offset: int) -> bool:
+        return offset == self._position
+
+    def _append(self, data: memoryview) -> None:
+        """Copies bytes into parts, and uploads those that are full."""
+        while len(data):
+            if self._part is None:
+                # Memory of its own, and not malloc's, goes back to the system as soon as the part is uploaded.
+                self._part = np.frombuffer(mmap.mmap(-1, self._part_bytes), np.uint8)
+            nbytes = min(len(data), self._part_bytes - self._filled)
+            self._part[self._filled : self._filled + nbytes] = np.frombuffer(data[:nbytes], np.uint8)
+            self._filled += nbytes
+            self._position += nbytes
+            data = data[nbytes:]
+            if self._filled == self._part_bytes:
+                self._upload()
+
+    def _upload(self) -> None:
+        """Uploads what is filled of the part."""
+        start = self._position - self._filled
+        part = np.empty(0, np.uint8) if self._part is None else self._part[: self._filled]
+        self._part, self._filled = None, 0
+        with self._store.errors("write", self._path, start, self._position):
             if self._file is None:
                 self._file = self._store.call(
                     "open_writer", self._path, buffer_size=self._part_bytes, max_concurrency=PARTS_IN_FLIGHT
                 )
-            self._file.write(data)
-        self._position += len(data)
+            _begin(part)
+            self._file.write(part)
 
     def sync(self) -> None:
         assert not self._early, "every byte of the file was written"
+        self._upload()
         with self._store.errors("write", self._path, 0, self._position):
-            self._upload(b"")
             try:
                 self._file.close()
             except OSError as error:
@@ -144,6 +197,7 @@ class ObjectWriter:
 
     def close(self) -> None:
         self._early.clear()
+        self._part = None
         if self._file is not None:
             file, self._file = self._file, None
             with suppress(Exception):  # The upload that stays is never shown, and is removed by gc.

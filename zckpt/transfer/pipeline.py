@@ -40,6 +40,9 @@ class Pipeline(Generic[Item]):
     have been read. While all buffers are in use, no source is read until a buffer is free again. While copies to a
     buffer are under way, the other steps are done for buffers that are full.
 
+    Some files take bytes only in their order. ``is_next`` says whether the bytes of an item are the next ones. Other
+    items wait with their buffers, unless nothing else can be done.
+
     An item is ``straight`` if its bytes do not go through the buffer, except for a few pages at the edges. Two such
     items count as one buffer, unless the buffers are pinned. So the disk stays busy while digests are computed, and the
     memory in use does not grow.
@@ -56,8 +59,9 @@ class Pipeline(Generic[Item]):
         snapshot: Snapshot,
         urgent: int,
         prepare: Callable[[Item], None] | None = None,
+        is_next: Callable[[Item], bool] = lambda item: True,
     ) -> None:
-        self._take, self._digest, self._put, self._prepare = take, digest, put, prepare
+        self._take, self._digest, self._put, self._prepare, self._is_next = take, digest, put, prepare, is_next
         self._staging = staging
         self._snapshot = snapshot
         self._urgent = urgent
@@ -138,12 +142,26 @@ class Pipeline(Generic[Item]):
                 full = self._full or self._digested
                 if self._filling and (not full or self._filling[0][-1].is_done()):
                     return partial(self._finish_item, *self._filling.popleft())
-                if self._digested:
-                    return partial(self._put_item, *self._digested.popleft())
+                if put := self._next_put():
+                    return put
                 if self._full:
                     return partial(self._digest_item, *self._full.popleft())
                 self._changed.wait()
         return None
+
+    def _next_put(self) -> Callable[[], None] | None:
+        """Returns the step ``put`` of an item that is next in its file. Only if there is none, and no thread does
+        anything that could change this, it is that of any item. Returns None if no item can be put now. The caller
+        holds ``self._changed``."""
+        place = next((place for place, entry in enumerate(self._digested) if self._is_next(entry[1])), None)
+        if place is None:
+            elsewhere = len(self._waiting) + len(self._filling) + len(self._full) + len(self._digested)
+            if not self._digested or self._filling or self._full or self._unfinished > elsewhere:
+                return None
+            place = 0
+        entry = self._digested[place]
+        del self._digested[place]
+        return partial(self._put_item, *entry)
 
     def _next_digest(self) -> Callable[[], None] | None:
         """Returns the next step ``digest``, or a call of ``prepare`` if no buffer is full. Returns None if there is

@@ -146,7 +146,7 @@ def run_writes(
         ]
         urgent = bisect_left(numbers, plan.urgent)
         record_digests = partial(_record_digests, table, plan.block_bytes)
-        pipeline = Pipeline(jobs, _take, record_digests, put, _is_straight, staging, snapshot, urgent)
+        pipeline = Pipeline(jobs, _take, record_digests, put, _is_straight, staging, snapshot, urgent, is_next=_is_next)
         with staging.work(len(jobs)):
             pipeline.run(budget, snapshot_bytes)
         budget.run(file.sync for file in files if file is not None)
@@ -227,6 +227,11 @@ def _take(job: _Job, stage: StagingBuffer) -> _Job:
 def _is_straight(job: _Job) -> bool:
     """Returns whether the bytes of a job are written from where they are in host memory, without a staging buffer."""
     return job.op.place is not None and job.op.place[0] == ""
+
+
+def _is_next(job: _Job) -> bool:
+    """Returns whether the file can pass on the bytes of a job now."""
+    return job.file is None or job.file.is_next(job.op.offset)
 
 
 def _record_digests(table: bytearray, block_bytes: int, job: _Job, stage: StagingBuffer) -> None:
