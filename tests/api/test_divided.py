@@ -13,7 +13,8 @@ import zckpt
 from tests.support.independent_reader import Reader
 from tests.support.states import Written, fragment, same_all, write_state
 from zckpt import geometry
-from zckpt.geometry import Grid, run_count
+from zckpt.comparing.tensors import Pair, unequal
+from zckpt.geometry import Grid, all_of, run_count
 from zckpt.plan import catalog
 from zckpt.reading import checkpoint as reading
 from zckpt.reading.statistics import statistics, stretches
@@ -57,12 +58,28 @@ def test_loads_give_the_values(written: Written) -> None:
 def test_it_is_equal_to_the_same_values_in_row_major_order(written: Written, tmp_path: Path) -> None:
     values = {key.removeprefix("master/"): value for key, value in written.full.items() if key.startswith("master/")}
     write_state(tmp_path / "plain", 2, values, parts=("master",))
+    difference = zckpt.diff(tmp_path / "plain", written.path, "master/*")
+    assert (list(difference.tensors), list(difference.only_in_a), list(difference.only_in_b)) == ([], [], [])
     difference = zckpt.diff(written.path, tmp_path / "plain", "master/*")
     assert (list(difference.tensors), list(difference.only_in_a), list(difference.only_in_b)) == ([], [], [])
     values["big"] = values["big"] + 1
     write_state(tmp_path / "other", 3, values, parts=("master",))
     (changed,) = zckpt.diff(written.path, tmp_path / "other", "master/*").tensors
     assert changed.key == "master/big"
+
+
+def test_tensors_in_different_orders_are_compared_row_by_row(written: Written, tmp_path: Path) -> None:
+    """In the order of the boxes of one checkpoint, the bytes of the other one would be read once for each box."""
+    values = {key.removeprefix("master/"): value for key, value in written.full.items() if key.startswith("master/")}
+    write_state(tmp_path / "plain", 2, values, parts=("master",))
+    divided, plain = zckpt.open(written.path), zckpt.open(tmp_path / "plain")
+    keys = [key for key, info in plain.items() if divided.contents.grid(divided[key]).sections and info.nbytes]
+    assert keys
+    for a, b in ((divided, plain), (plain, divided)):
+        compared = [(Pair(key, a[key], b[key]), 0, 0) for key in keys]
+        for key, (starts, spans) in zip(keys, unequal(a, b, compared), strict=True):
+            assert spans == [all_of(plain[key].shape)]
+            assert starts.tolist() == [piece.start for piece in plain[key].pieces]
 
 
 def test_statistics_are_those_of_the_values(written: Written) -> None:

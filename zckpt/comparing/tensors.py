@@ -13,7 +13,7 @@ from zckpt.comparing.report import TensorDifference
 from zckpt.comparing.values import Tally, compare
 from zckpt.errors import FormatError
 from zckpt.format.digest import DIGEST_BYTES, block_count
-from zckpt.geometry import Span, cut_at_blocks, ragged
+from zckpt.geometry import Span, all_of, cut_at_blocks, ragged
 from zckpt.plan.compare import differing
 from zckpt.progress import Progress, reported
 from zckpt.reading.checkpoint import ReadRequest
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
+    from zckpt.geometry import Ints
     from zckpt.listing.contents import TensorInfo
     from zckpt.plan.reshard import StoredPieces
     from zckpt.reading.checkpoint import Checkpoint
@@ -198,33 +199,37 @@ class Comparison:
 
     def _slices(self, pairs: Sequence[Pair], limit: int) -> Iterator[PairSlice]:
         compared = [(pair, *copies) for pair in pairs for copies in compared_copies(self.a, self.b, pair)]
-        for (pair, copy_a, copy_b), (pieces, spans) in zip(compared, unequal(self.a, self.b, compared), strict=True):
+        for (pair, copy_a, copy_b), (starts, spans) in zip(compared, unequal(self.a, self.b, compared), strict=True):
             item_bytes = pair.a.item_bytes
             block_items = self.a.manifest.block_bytes // item_bytes
             for span in spans:
                 # In b, which may have other pieces, a slice may begin or end within a block, which is read twice then.
-                for part in cut_at_blocks(span, pieces.start, block_items, limit // item_bytes):
+                for part in cut_at_blocks(span, starts, block_items, limit // item_bytes):
                     yield PairSlice(pair, copy_a, copy_b, part)
 
 
 def unequal(
     a: Checkpoint, b: Checkpoint, compared: Sequence[tuple[Pair, int, int]]
-) -> Iterator[tuple[StoredPieces, list[Span]]]:
-    """Yields for each pair of copies its pieces in a, and the spans of elements that may differ, in ascending order.
-    The digests of all other elements are equal. No values are read. ``compared``: the tensors, with the numbers of
-    their copies in a and in b."""
+) -> Iterator[tuple[Ints, list[Span]]]:
+    """Yields for each pair of copies the spans of elements that may differ, in ascending order, and the first elements
+    of the pieces in the order of these spans. The digests of all other elements are equal. No values are read.
+    ``compared``: the tensors, with the numbers of their copies in a and in b.
+
+    If a and b store a tensor in different orders, the spans are in row-major order. A box of one of them could need all
+    pieces of the other one, and these would be read again for the next box."""
     stored_a = a.contents.stored_each([pair.a for pair, *_ in compared], [copy for _, copy, _ in compared])
     stored_b = b.contents.stored_each([pair.b for pair, *_ in compared], [copy for *_, copy in compared])
     digests_a, digests_b = _Digests(a), _Digests(b)
     for (pair, *_), pieces_a, pieces_b in zip(compared, stored_a, stored_b, strict=True):
-        whole, item_bytes = a.contents.grid(pair.a).all, pair.a.item_bytes
+        grid_a, grid_b, item_bytes = a.contents.grid(pair.a), b.contents.grid(pair.b), pair.a.item_bytes
+        whole = grid_a.all if grid_a == grid_b else all_of(pair.a.shape)
         spans = [whole] if whole.numel else []
         same_pieces = np.array_equal(pieces_a.start, pieces_b.start) and np.array_equal(pieces_a.stop, pieces_b.stop)
-        same_pieces &= b.contents.grid(pair.b) == whole.grid
-        if same_pieces and a.manifest.block_bytes == b.manifest.block_bytes:
+        if same_pieces and grid_a == grid_b and a.manifest.block_bytes == b.manifest.block_bytes:
             digests = digests_a.of(pieces_a, item_bytes), digests_b.of(pieces_b, item_bytes)
             spans = differing(whole.grid, pieces_a, *digests, a.manifest.block_bytes // item_bytes)
-        yield pieces_a, spans
+        starts = {grid_b: pieces_b.start, grid_a: pieces_a.start}
+        yield starts.get(whole.grid, np.zeros(1, np.int64)), spans
 
 
 class _Digests:
