@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-from common import GIB, WRITE_SPEED_MIN, Result, parse_options, speedup, workspace
+from common import GIB, Result, parse_options, speedup, workspace
 from fsdp import TORCH_CHECKPOINTING, fsdp_memory, fsdp_rounds
 from training import start_ranks
 
@@ -41,9 +41,6 @@ def main() -> None:
             result.add(rounds, nbytes, f"{label}, {what}")
             bound = 1.0 if what.startswith("pause") else 1.7
             result.at_least(f"FSDP2, {label}, {what}, against DCP", speedup(rounds, "zckpt", over="DCP"), bound)
-            if "raw" in rounds:
-                against_raw = speedup(rounds, "zckpt", over="raw")
-                result.at_least(f"FSDP2, {label}, {what}, against raw O_DIRECT", against_raw, WRITE_SPEED_MIN)
         with workspace(options, 2 * options.size) as directory:
             peaks = {
                 library: start_ranks(fsdp_memory, ranks, directory, options.size, library)[0]
