@@ -8,7 +8,6 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from zckpt.errors import FormatError, NoSpaceError, StorageError
@@ -171,19 +170,19 @@ def read_back(moved: Sequence[Moved], budget: Budget, *, verify: bool) -> list[t
     moved = [record for record in moved if not record.workspace]
     files: dict[Saved, int] = {}
     rows = []
-    for target, record in enumerate(moved):
+    for record in moved:
         assert record.saved is not None
         pieces = record.saved.data_file.pieces
         file = files.setdefault(record.saved, len(files))
         start, block = int(pieces.start[record.number]), int(pieces.block[record.number])
-        rows.append((file, start, record.nbytes, block, 0, record.nbytes, target, 0))
+        rows.append((file, start, record.nbytes, block))
     targets = Targets([str(number) for number in range(len(moved))], tensors, [torch.uint8] * len(moved))
     read_files = {number: ReadFile(saved.path, saved.data_file.nbytes, saved.table) for saved, number in files.items()}
     staging = pool_for(targets.devices, budget, BLOCK_BYTES)
     with closing(ScratchReader({saved.path: saved.file for saved in files})) as reader:
         try:
             ops = plan_reads(
-                PieceRanges(*np.array(rows, np.int64).reshape(-1, 8).T),
+                PieceRanges.whole(rows),
                 data_starts=[len(saved.data_file.header) for saved in files],
                 block_bytes=BLOCK_BYTES,
                 verify=verify,

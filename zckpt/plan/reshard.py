@@ -92,6 +92,17 @@ class PieceRanges:
     stride: Ints
     target_stride: Ints
 
+    @classmethod
+    def whole(cls, rows: Sequence[tuple[int, int, int, int]]) -> PieceRanges:
+        """Returns the ranges of whole pieces, each of which goes to the target of its own number. ``rows``: the file,
+        the offset, the size in bytes and the first block of each piece."""
+        file, offset, nbytes, block = np.array(rows, np.int64).reshape(-1, 4).T
+        zeros, ones, targets = np.zeros(len(rows), np.int64), np.ones(len(rows), np.int64), np.arange(len(rows))
+        return cls(
+            file, piece_offset=offset, piece_bytes=nbytes, block=block, start=zeros, stop=nbytes, target=targets,
+            target_offset=zeros, runs=ones, stride=nbytes, target_stride=nbytes,
+        )  # fmt: skip
+
     @property
     def spaced(self) -> Spaced:
         """The bytes of each row, counted in its piece."""
@@ -189,9 +200,4 @@ def entry_ranges(headers: Mapping[int, Header], block_bytes: int) -> PieceRanges
         for number, header in headers.items()
         for entry, block in zip(header.entries, header.first_blocks(block_bytes), strict=False)
     ]
-    file, offset, nbytes, block_column = np.array(rows, np.int64).reshape(-1, 4).T
-    zeros, ones, targets = np.zeros(len(rows), np.int64), np.ones(len(rows), np.int64), np.arange(len(rows))
-    return PieceRanges(
-        file, piece_offset=offset, piece_bytes=nbytes, block=block_column, start=zeros, stop=nbytes, target=targets,
-        target_offset=zeros, runs=ones, stride=nbytes, target_stride=nbytes,
-    )  # fmt: skip
+    return PieceRanges.whole(rows)
