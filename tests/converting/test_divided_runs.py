@@ -7,7 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+import zckpt
+from tests.support.deepspeed_folders import make_divided
 from tests.support.divided import Setup, check_conversion
+from tests.support.memory import peak_growth
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -70,3 +73,14 @@ EVERY_COMMIT = {"tp3-2", "moe-1", "pipe-1"}
 def test_a_conversion_is_what_zckpt_would_have_written(cluster: Cluster, tmp_path: Path, case: str) -> None:
     module, setups, client_state = CASES[case]
     check_conversion(cluster, tmp_path, module, setups, client_state)
+
+
+@pytest.mark.matrix
+def test_memory_does_not_depend_on_the_size_of_the_tensors(tmp_path: Path) -> None:
+    """The tensors that both ranks have are read to compare them, too."""
+    budget = zckpt.Budget(nbytes=8 << 20)
+    for name, rows in (("small", 2), ("large", 2 << 20)):
+        make_divided(tmp_path / name, rows=rows)
+    zckpt.convert(tmp_path / "small", tmp_path / "warm", budget=budget)
+    grown = peak_growth(lambda: zckpt.convert(tmp_path / "large", tmp_path / "converted", budget=budget))
+    assert grown < budget.nbytes + (32 << 20)  # The files have 224 MiB.
