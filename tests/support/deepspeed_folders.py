@@ -97,7 +97,9 @@ def make_experts(folder: Path, ranks: int = 2, **more: Any) -> Path:
     state: dict[str, Any] = {"num_experts": [2], "param_shapes": shapes, "ds_autoep_layers": None, **more}
     torch.save(model_state(ranks, **state), folder / MODEL)
     for expert in range(2):
-        torch.save({f"{prefix}.{expert}.weight": torch.ones(2)}, folder / f"layer_0_expert_{expert}_{MODEL}")
+        torch.save(
+            {f"{prefix}.{expert}.weight": torch.full((2,), 7.0 + expert)}, folder / f"layer_0_expert_{expert}_{MODEL}"
+        )
     for rank in range(ranks):
         inner = adam(length=4)
         inner["state"] |= {1: {"step": 3, "exp_avg": torch.full((2,), 5.0 + rank), "exp_avg_sq": torch.ones(2)}}
