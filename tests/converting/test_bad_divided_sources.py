@@ -186,6 +186,16 @@ def test_the_file_of_another_expert(tmp_path: Path) -> None:
     refused(source, zckpt.FormatError, "(?s)else than tensors of this expert.*layer_0_expert_1.*key .*0.weight")
 
 
+def test_experts_of_another_rank(tmp_path: Path) -> None:
+    """The files of the ranks were exchanged. This would give each expert the moments of the other one."""
+    source = make_experts(tmp_path / "source")
+    files = [source / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(2)]
+    contents = [file.read_bytes() for file in files]
+    for file, content in zip(files, reversed(contents), strict=True):
+        file.write_bytes(content)
+    refused(source, zckpt.FormatError, "(?s)not those of this expert.*key .*experts.0.weight")
+
+
 def test_experts_of_an_unknown_number_of_ranks(tmp_path: Path) -> None:
     source = make_experts(tmp_path / "source")
     zero = zero_state(base_optimizer_state=adam(length=4), single_partition_of_fp32_groups=[torch.ones(4)])

@@ -3,11 +3,16 @@ into what zckpt would have written, which fits every other division."""
 
 from __future__ import annotations
 
+import shutil
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.support.divided import Setup, check_conversion
+import zckpt
+from tests.support import converting
+from tests.support.deepspeed_folders import make_divided, refused
+from tests.support.divided import Setup, check_conversion, save_both
+from tests.support.memory import peak_growth
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -70,3 +75,29 @@ EVERY_COMMIT = {"tp3-2", "moe-1", "pipe-1"}
 def test_a_conversion_is_what_zckpt_would_have_written(cluster: Cluster, tmp_path: Path, case: str) -> None:
     module, setups, client_state = CASES[case]
     check_conversion(cluster, tmp_path, module, setups, client_state)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("case", ["tp3-2", "tp2-1", "mpu-1", "auto-1", "auto-3", "pipe-1"])
+def test_universal_checkpoints(cluster: Cluster, tmp_path: Path, case: str) -> None:
+    module, [(setup, ranks), *_], client_state = CASES[case]
+    cluster.run(save_both, ranks, module, str(tmp_path), setup, client_state)
+    source, universal = tmp_path / "stock" / "global_step3", tmp_path / "all" / "at"
+    cluster.run(converting.make_universal, 1, str(source), str(universal), init=False)
+    if case == "pipe-1":
+        refused(universal, zckpt.MissingFileError, r"layer_01-model_states\.pt\)\n.*made from into it")
+        for file in source.glob("layer_*"):
+            shutil.copy(file, universal)
+    converted = zckpt.convert(tmp_path / "all", tmp_path / "converted")
+    converting.assert_same_checkpoints(zckpt.open(tmp_path / "own"), zckpt.open(converted.path), same_files=False)
+
+
+@pytest.mark.matrix
+def test_memory_does_not_depend_on_the_size_of_the_tensors(tmp_path: Path) -> None:
+    """The tensors that both ranks have are read to compare them, too."""
+    budget = zckpt.Budget(nbytes=8 << 20)
+    for name, rows in (("small", 2), ("large", 2 << 20)):
+        make_divided(tmp_path / name, rows=rows)
+    zckpt.convert(tmp_path / "small", tmp_path / "warm", budget=budget)
+    grown = peak_growth(lambda: zckpt.convert(tmp_path / "large", tmp_path / "converted", budget=budget))
+    assert grown < budget.nbytes + (32 << 20)  # The files have 224 MiB.

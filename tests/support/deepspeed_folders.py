@@ -68,22 +68,24 @@ def zero_of(masters: list[torch.Tensor], inner: dict[str, Any] | None = None) ->
     return zero_state(single_partition_of_fp32_groups=masters, base_optimizer_state=inner or adam(), **paddings)
 
 
-def make_divided(folder: Path, info: Any = None, **more: Any) -> Path:
+def make_divided(folder: Path, info: Any = None, rows: int = 2, **more: Any) -> Path:
     """Makes the folder of a run with two tensor-parallel ranks, which have cut the rows of ``weight`` and not ``bias``.
-    ``info``: its universal_checkpoint_info. ``more``: more entries of the model states of rank 1."""
+    ``info``: its universal_checkpoint_info. ``rows``: the number of rows of each rank. ``more``: more entries of the
+    model states of rank 1."""
     folder.mkdir()
+    numel = 2 * rows
     if info is None:
         info = {"tp_replicated_parameter_patterns": ["bias"]}
     for model in range(2):
-        weights = {"weight": torch.full((2, 2), float(model)), "bias": torch.ones(4)}
+        weights = {"weight": torch.full((rows, 2), float(model)), "bias": torch.ones(numel)}
         state: dict[str, Any] = {
             "module": weights, "buffer_names": [], "mp_world_size": 2, "universal_checkpoint_info": info,
-            "param_shapes": [{"weight": torch.Size([2, 2]), "bias": torch.Size([4])}],
+            "param_shapes": [{"weight": torch.Size([rows, 2]), "bias": torch.Size([numel])}],
         }  # fmt: skip
         state = model_state(**state | (more if model else {}))
         torch.save(state, folder / f"mp_rank_{model:02d}_model_states.pt")
-        masters = [torch.cat([torch.full((4,), float(model)), torch.ones(4)])]
-        torch.save(zero_of(masters), folder / f"zero_pp_rank_0_mp_rank_{model:02d}_optim_states.pt")
+        masters, inner = [torch.cat([torch.full((numel,), float(model)), torch.ones(numel)])], adam(length=2 * numel)
+        torch.save(zero_of(masters, inner), folder / f"zero_pp_rank_0_mp_rank_{model:02d}_optim_states.pt")
     return folder
 
 
@@ -95,7 +97,9 @@ def make_experts(folder: Path, ranks: int = 2, **more: Any) -> Path:
     state: dict[str, Any] = {"num_experts": [2], "param_shapes": shapes, "ds_autoep_layers": None, **more}
     torch.save(model_state(ranks, **state), folder / MODEL)
     for expert in range(2):
-        torch.save({f"{prefix}.{expert}.weight": torch.ones(2)}, folder / f"layer_0_expert_{expert}_{MODEL}")
+        torch.save(
+            {f"{prefix}.{expert}.weight": torch.full((2,), 7.0 + expert)}, folder / f"layer_0_expert_{expert}_{MODEL}"
+        )
     for rank in range(ranks):
         inner = adam(length=4)
         inner["state"] |= {1: {"step": 3, "exp_avg": torch.full((2,), 5.0 + rank), "exp_avg_sq": torch.ones(2)}}

@@ -233,6 +233,9 @@ class _Reader:
             local_tensors = division.local_tensors(place, states.shapes)
         with values_of(folder.optimizer_path(place)):
             flat_values, tree, bound = self._read_optimizer(place)
+            if self._experts is not None:
+                number = self._experts.number(division.in_stage(place))
+                self._experts.check_values(flat_values, states.weights, local_tensors, number, place.model)
             if division.names_differ:
                 joined, digests = self._joined
                 if fingerprint(tree) != digests[division.alike(place)]:

@@ -96,11 +96,12 @@ class Cuts:
         pieces = [] if cut_map is None else [piece for rank in cut_map["ranks"].values() for piece in rank["pieces"]]
         if reason is None and any(piece.get("scale", 1.0) != 1.0 for piece in pieces):
             reason = "its values are scaled by the number of ranks"
-        if reason is None and self._maps and cut_map is None:
+        replicated = any(self._patterns[key].match(name) for key in REPLICATED)
+        if reason is None and self._maps and cut_map is None and not replicated:
             reason = "it does not tell how"
         if reason is not None:
             raise UnsupportedError(f"AutoTP has cut this parameter, and {reason}", key=name, hint=HINT)
-        if any(self._patterns[key].match(name) for key in REPLICATED):
+        if replicated:
             return None
         if cut_map is not None:
             if len(cut_map["ranks"]) != self._ranks or len(pieces) > INTERVALS_MAX:

@@ -105,9 +105,9 @@ class Division:
                 continue
             span, replicated = self._span(place.model, name, shape)
             owners, first = everyone, not replicated or tensor_rank == 0
-            holding = [stage for stage in range(self.stages) if name in self._shapes[stage * self.tensor_ranks]]
-            if len(holding) > 1:
-                replicated, first = "every stage", first and holding[0] == place.model // self.tensor_ranks
+            stages = self._stages_with(name)
+            if len(stages) > 1:
+                replicated, first = "every stage", first and stages[0] == place.model // self.tensor_ranks
             # At stage 0, each file of the optimizer is one of the ranks that have the same experts.
             if self._experts is not None and self._stage == 0 and self._experts.ranks > 1:
                 owners, replicated, first = holders, "every rank", first and number == 0
@@ -118,10 +118,19 @@ class Division:
         """Returns the whole parameters of which a rank holds a part. The ranks of a stage share them. ``shapes``: as
         for ``local_tensors``."""
         sharing = RankGroup(None, self.in_stage(place), tuple(range(self.data_ranks * self.tensor_ranks)))
+        stage, local_tensors = place.model // self.tensor_ranks, self.local_tensors(place, shapes)
         return {
-            name: LocalTensor(all_of(local.span.grid.shape), sharing)
-            for name, local in self.local_tensors(place, shapes).items()
+            name: LocalTensor(
+                all_of(local.span.grid.shape), sharing, writes_partition=self._stages_with(name)[0] == stage
+            )
+            for name, local in local_tensors.items()
         }
+
+    def _stages_with(self, name: str) -> list[int]:
+        """Returns the stages of the pipeline that have a parameter, which are several for that of a shared module."""
+        if self.stages == 1:
+            return [0]
+        return [stage for stage in range(self.stages) if name in self._shapes[stage * self.tensor_ranks]]
 
     @lru_cache(maxsize=NAMES_MAX)  # noqa: B019, because there is one division for each conversion
     def _span(self, model: int, name: str, shape: tuple[int, ...]) -> tuple[Span, str]:

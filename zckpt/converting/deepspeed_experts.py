@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from zckpt.converting import stage_0_names
 from zckpt.converting.deepspeed_folder import of_type
 from zckpt.converting.stacked import Stacked
 from zckpt.engines.deepspeed.experts import EXPERT
@@ -26,7 +27,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
     from zckpt.converting.deepspeed_folder import DeepSpeedFolder
+    from zckpt.converting.deepspeed_values import FlatValues
     from zckpt.engines.deepspeed.experts import Cut
+    from zckpt.engines.local_tensors import LocalTensor
 
 _EP_SIZE = re.compile(r"ep_size_(\d{1,7})", re.ASCII)
 """Matches the name that DeepSpeed gives to a param group of experts. It has the number of ranks over which these are
@@ -160,6 +163,42 @@ class Experts:
         for layer in saved.get("ds_autoep_layers") or ():
             if self._folder.partitions_weights and layer["ep_rank"] != self.number(rank):
                 raise FormatError(f"it has the experts of rank {layer['ep_rank']}", key=layer["expert_key_prefix"])
+
+    def check_values(
+        self,
+        flat_values: Iterable[FlatValues],
+        weights: Mapping[str, Any],
+        local_tensors: Mapping[str, LocalTensor],
+        number: int,
+        model: int,
+    ) -> None:
+        """Raises FormatError if the master weights of an expert, after rounding, do not have the values of its weight:
+        then they are those of another expert. A few values of each flat buffer are compared.
+
+        Args:
+            flat_values: the flat buffers of a rank.
+            weights: the weights of the rank by name.
+            local_tensors: what the rank holds of each parameter.
+            number: the number of the rank among those over which the experts are divided.
+            model: its number among the ranks of model parallelism.
+        """
+        for values in flat_values:
+            held = next((held for held in values.flat.ranges if held.span.numel and self.is_expert(held.name)), None)
+            if held is None or not isinstance(values.master, torch.Tensor):
+                continue
+            start = held.span.start - local_tensors[held.name].span.start
+            layer, weight = self._autoep.get(held.name.rpartition(".")[0]), weights.get(held.name)
+            if layer is not None and not self._folder.partitions_weights and not self._folder.universal:
+                here = len(_placement(layer)[number])
+                expert, start = divmod(start, local_tensors[held.name].span.numel // here)
+                expert += number * here
+                file = self._folder.expert(layer["moe_layer_id"], expert, model)
+                weight = of_type({plain_name(key): file[key] for key in file}, f"{held.name}.{expert}", torch.Tensor)
+            if isinstance(weight, torch.Tensor):
+                count = min(held.span.numel, stage_0_names.FIRST_NUMEL, weight.numel() - start)
+                master = stage_0_names.rounded_bytes(values.master, held.offset, count, weight.dtype)
+                if master != stage_0_names.rounded_bytes(weight, start, count, weight.dtype):
+                    raise FormatError("its master weights are not those of this expert", key=held.name)
 
     def aliases(self, names: Mapping[str, Any]) -> dict[str, str]:
         """Returns for each other name that AutoEP has given to a router the name under which it is stored. ``names``:

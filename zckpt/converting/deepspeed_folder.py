@@ -40,11 +40,13 @@ STOCK = frozenset({
     "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
     "frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd", "skipped_steps", "global_steps",
     "global_samples", "dp_world_size", "mp_world_size", "ds_config", "ds_version", "checkpoint_parallel_dimensions",
-    "universal_checkpoint_info", "num_experts", "ds_autoep_layers", "folding", "sparse_tensor_module_names",
-    "csr_tensor_module_names",
+    "universal_checkpoint_info", "sparse_tensor_module_names", "csr_tensor_module_names",
 })  # fmt: skip
 """The keys that DeepSpeed itself uses in a file of model states. The same dict also has the keys of the caller's
 ``client_state``."""
+
+STOCK_OF_EXPERTS = frozenset({"num_experts", "ds_autoep_layers", "folding"})
+"""More such keys, if the model has experts. Then there is the first of them."""
 
 
 class Place(NamedTuple):

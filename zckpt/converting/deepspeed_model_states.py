@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zckpt.converting.deepspeed_folder import STOCK, of_type
+from zckpt.converting.deepspeed_folder import STOCK, STOCK_OF_EXPERTS, of_type
 from zckpt.converting.stacked import Stacked
 from zckpt.engines.flats import cut_alone
 from zckpt.engines.tensors import plain_name
@@ -82,7 +82,8 @@ class ModelStates:
     @property
     def client_state(self) -> dict[str, Any]:
         """The entries that the caller of ``save_checkpoint`` has added to the model states."""
-        return {key: value for key, value in self.saved.items() if key not in STOCK}
+        stock = STOCK | STOCK_OF_EXPERTS if "num_experts" in self.saved else STOCK
+        return {key: value for key, value in self.saved.items() if key not in stock}
 
     @cached_property
     def buffers(self) -> dict[str, torch.Tensor]:

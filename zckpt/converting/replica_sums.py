@@ -12,7 +12,7 @@ from zckpt.errors import StateError
 from zckpt.state.inventory import FileRange
 from zckpt.storage.files import read_from
 from zckpt.transfer.memory import host_bytes
-from zckpt.transfer.stored import PORTION_BYTES, with_values
+from zckpt.transfer.stored import with_values
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 Sums = list[tuple[str, str, int]]
 """The sums of the elements that one rank holds. Each has the name of the local tensor and that of the rank's group
 before it."""
+PORTION_BYTES = 1 << 20
+"""The most bytes that are read at a time. Up to nine times as many bytes of memory are needed."""
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)
 """2^64 divided by the golden ratio, rounded to an odd number."""
 
@@ -51,11 +53,13 @@ def _sum(fragment: Fragment) -> int:
     several ones leave it as it is only by chance, once in 2^64 times."""
     total, start = 0, fragment.span.start
     for portion in _portions(fragment):
-        numbers = portion.astype(np.uint64)
-        places = np.arange(start, start + len(numbers), dtype=np.uint64)
+        terms = np.arange(start, start + len(portion), dtype=np.uint64)
         with np.errstate(over="ignore"):
-            total += int((numbers * (places * _FACTOR | np.uint64(1))).sum())
-        start += len(numbers)
+            terms *= _FACTOR
+            terms |= np.uint64(1)
+            terms *= portion
+            total += int(terms.sum())
+        start += len(portion)
     return total % 2**64
 
 

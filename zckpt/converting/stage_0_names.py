@@ -97,7 +97,7 @@ class _Search:
         self._by_beginning: dict[tuple[torch.dtype, bytes], list[str]] = {}
         """The names of the weights by their dtype and the bytes of their first elements."""
         for name, weight in module.items():
-            key = weight.dtype, _bytes(weight, 0, FIRST_NUMEL, weight.dtype)
+            key = weight.dtype, rounded_bytes(weight, 0, FIRST_NUMEL, weight.dtype)
             self._by_beginning.setdefault(key, []).append(name)
         self._digests: dict[str, bytes] = {}
         """The digests of weights by name, as far as they are known."""
@@ -140,7 +140,7 @@ class _Search:
         self, flat: torch.Tensor, offset: int, dtype: torch.dtype, module: Mapping[str, torch.Tensor]
     ) -> Iterator[str]:
         """Yields the names of the weights of a dtype that can begin at element ``offset`` of ``flat``."""
-        here = _bytes(flat, offset, FIRST_NUMEL, dtype)
+        here = rounded_bytes(flat, offset, FIRST_NUMEL, dtype)
         digests: dict[int, bytes] = {}
         for beginning in {here[:nbytes] for nbytes in range(dtype.itemsize, len(here) + 1, dtype.itemsize)}:
             for name in self._by_beginning.get((dtype, beginning), ()):
@@ -159,7 +159,7 @@ class _Search:
         element ``start`` of ``tensor``. Returns no bytes if it cannot."""
         count = min(numel, COMPARED_NUMEL)
         self._step(1 + count * dtype.itemsize // 4096)
-        return digest(_bytes(tensor, start, count, dtype)) if start + numel <= tensor.numel() else b""
+        return digest(rounded_bytes(tensor, start, count, dtype)) if start + numel <= tensor.numel() else b""
 
     def _step(self, count: int) -> None:
         """Counts steps. Raises UnsupportedError if there are too many."""
@@ -173,11 +173,11 @@ def _same(flat: torch.Tensor, offset: int, weight: torch.Tensor) -> bool:
     ``weight``. At most ``COMPARED_NUMEL`` elements are compared."""
     count = min(weight.numel(), COMPARED_NUMEL)
     return offset + weight.numel() <= flat.numel() and (
-        _bytes(flat, offset, count, weight.dtype) == _bytes(weight, 0, count, weight.dtype)
+        rounded_bytes(flat, offset, count, weight.dtype) == rounded_bytes(weight, 0, count, weight.dtype)
     )
 
 
-def _bytes(tensor: torch.Tensor, start: int, count: int, dtype: torch.dtype) -> bytes:
+def rounded_bytes(tensor: torch.Tensor, start: int, count: int, dtype: torch.dtype) -> bytes:
     """Returns the bytes of up to ``count`` elements from element ``start`` on, rounded to ``dtype``. Compared as bytes,
     NaN is equal to the same NaN."""
     return host_bytes(with_values(tensor.detach().view(-1)[start : start + count]).to(dtype)).tobytes()
