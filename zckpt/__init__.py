@@ -108,6 +108,7 @@ if TYPE_CHECKING:
     from zckpt.api.repair import RepairReport, repair
     from zckpt.api.report import report
     from zckpt.api.restore import RankStates, Restored, restore
+    from zckpt.api.state_dict import write_state_dict
     from zckpt.api.validate import validate
     from zckpt.api.where import Placement, PlacementEntry, RankMemory, where
     from zckpt.api.write import write
@@ -200,6 +201,7 @@ __all__ = [
     "wait",
     "where",
     "write",
+    "write_state_dict",
 ]
 
 _LATE = {
@@ -218,6 +220,7 @@ _LATE = {
     "api.repair": ["RepairReport", "repair"],
     "api.report": ["report"],
     "api.restore": ["RankStates", "Restored", "restore"],
+    "api.state_dict": ["write_state_dict"],
     "api.validate": ["validate"],
     "api.where": ["Placement", "PlacementEntry", "RankMemory", "where"],
     "api.write": ["write"],

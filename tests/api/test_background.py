@@ -164,7 +164,7 @@ import torch
 sys.path.insert(0, {root!r})
 from tests.support.plain_engine import Engine
 import zckpt, zckpt.transfer.write, zckpt.writing.prepare
-zckpt.writing.prepare.adapt = lambda engine: engine
+zckpt.writing.prepare.readable = lambda engine: engine
 put = zckpt.transfer.write._put
 def slow(*args):
     time.sleep(1)

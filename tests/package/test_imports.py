@@ -53,7 +53,7 @@ PUBLIC_NAMES = """
     TrainState UnfinishedWriteError UnsupportedError VersionError ZckptError __version__ attach attach_all convert
     convert_zero_checkpoint_to_fp32_state_dict cp detach diff export gc get_fp32_state_dict_from_zero_checkpoint
     load_state_dict_from_zero_checkpoint offload offloaded on_preemption open prune register reload repair report
-    restore validate wait where write
+    restore validate wait where write write_state_dict
 """
 
 # The modules above storage that use local files, none of which belongs to a checkpoint. In all other modules above

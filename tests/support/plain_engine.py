@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def engines_are_adapters() -> AbstractContextManager[object]:
     """Lets ``zckpt.write`` take its argument for an adapter."""
-    return mock.patch("zckpt.writing.prepare.adapt", lambda engine: engine)
+    return mock.patch("zckpt.writing.prepare.readable", lambda engine: engine)
 
 
 class Engine:

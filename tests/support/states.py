@@ -230,5 +230,5 @@ def write_through(
         rank_state=dict,
         after_write=lambda: None,
     )
-    with mock.patch("zckpt.writing.prepare.adapt", _adapt):
+    with mock.patch("zckpt.writing.prepare.readable", _adapt):
         return zckpt.write(engine or EngineOfAnAdapter(), path, **options)

@@ -206,11 +206,14 @@ def write(
     return write_engine(engine_of(engine), path, options)
 
 
-def write_engine(engine: object, path: StrPath | None, options: WriteOptions) -> str | PendingWrite:
-    """Does the work of ``zckpt.write``, and of the ``save_checkpoint`` of an attached engine."""
+def write_engine(
+    engine: object, path: StrPath | None, options: WriteOptions, call: str = "zckpt.write"
+) -> str | PendingWrite:
+    """Does the work of ``zckpt.write``, of the ``save_checkpoint`` of an attached engine, and of the writes of state
+    dicts. ``call``: the function that every rank has to call, for messages."""
     # Each step below runs on all ranks. Nothing between two steps can fail, or one rank would leave the others waiting.
     group = group_of(engine)
-    ranks = Ranks(group, call="zckpt.write")
+    ranks = Ranks(group, call=call)
     wait_for(ranks)
     prepared = Preparation(engine, path, options, ranks.rank, ranks.size)
     pending: PendingWrite | None = None
@@ -227,9 +230,9 @@ def write_engine(engine: object, path: StrPath | None, options: WriteOptions) ->
         prepared.find_machines(agreed, ranks)
         _, described = ranks.decide_each(lambda: prepared.plan(agreed, of_rank), prepared.describe, "plan the write")
         # The ranks have agreed by now on whether they write in the background.
-        writing_ranks = Ranks(group, channel=BACKGROUND, call="zckpt.write") if options.background else ranks
+        writing_ranks = Ranks(group, channel=BACKGROUND, call=call) if options.background else ranks
         if options.copy_to is not None:
-            upload = _upload(prepared, Ranks(group, channel=UPLOADS, call="zckpt.write"), options.copy_to)
+            upload = _upload(prepared, Ranks(group, channel=UPLOADS, call=call), options.copy_to)
         finish = partial(_finish, prepared, writing_ranks, upload)
 
         def begin() -> Space | None:

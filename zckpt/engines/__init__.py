@@ -1,5 +1,5 @@
-"""The training engines that zckpt reads from and restores into. Each framework has one adapter class, and ``adapt``
-returns the adapter for an engine."""
+"""The training engines that zckpt reads from and restores into, and the state dicts that it writes. Each framework has
+one adapter class, and ``adapt`` returns the adapter for an engine."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from zckpt.engines.contract import EngineAdapter, StateAdapter
 from zckpt.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from zckpt.engines.contract import EngineAdapter
-
-__all__ = ["adapt", "engine_of", "group_of", "is_engine"]
+__all__ = ["adapt", "engine_of", "group_of", "is_engine", "readable"]
 
 
 class Framework(NamedTuple):
@@ -30,20 +29,34 @@ FRAMEWORKS = (
     Framework("deepspeed:DeepSpeedEngine", "zckpt.engines.deepspeed.adapter:DeepSpeedAdapter"),
     Framework("zckpt.engines.pytorch.train_state:TrainState", "zckpt.engines.pytorch.adapter:TorchAdapter"),
     Framework("zckpt.testing.engine:ReferenceEngine", "zckpt.testing.adapter:ReferenceAdapter"),
+    Framework("zckpt.engines.state_dict.flat:FlatState", "zckpt.engines.state_dict.adapter:StateDictAdapter"),
 )
 
 
 def adapt(engine: Any) -> EngineAdapter:
     """Returns the adapter for a live training engine. For any other object, raises UnsupportedError with the object's
     type."""
-    adapter = _adapter_of(engine)
+    adapter = readable(engine)
+    if not isinstance(adapter, EngineAdapter):
+        raise _unknown(engine)
+    return adapter
+
+
+def readable(state: Any) -> StateAdapter:
+    """Returns the adapter by which a write reads a live state: a training engine, or a state dict as a ``FlatState``.
+    For any other object, raises UnsupportedError as ``adapt`` does."""
+    adapter = _adapter_of(state)
     if adapter is None:
-        raise UnsupportedError(
-            f"{type(engine).__module__}.{type(engine).__qualname__} is not a training engine that zckpt knows",
-            hint="supported: the engine that deepspeed.initialize returns, zckpt.TrainState(model, optimizer), and the "
-            "tuple (model, optimizer)",
-        )
-    return adapter(engine)
+        raise _unknown(state)
+    return adapter(state)
+
+
+def _unknown(engine: Any) -> UnsupportedError:
+    return UnsupportedError(
+        f"{type(engine).__module__}.{type(engine).__qualname__} is not a training engine that zckpt knows",
+        hint="supported: the engine that deepspeed.initialize returns, zckpt.TrainState(model, optimizer), and the "
+        "tuple (model, optimizer); zckpt.write_state_dict writes a dict",
+    )
 
 
 def engine_of(value: object) -> Any:
@@ -71,7 +84,7 @@ def is_engine(value: Any) -> bool:
     return _adapter_of(value) is not None
 
 
-def _adapter_of(engine: Any) -> type[EngineAdapter] | None:
+def _adapter_of(engine: Any) -> type[StateAdapter] | None:
     """Returns the adapter class for an engine, or None if the object is not an engine that zckpt knows. No framework is
     imported here, because an engine cannot exist unless somebody has imported its framework already."""
     for framework in FRAMEWORKS:
@@ -79,6 +92,6 @@ def _adapter_of(engine: Any) -> type[EngineAdapter] | None:
         module = sys.modules.get(name)
         if module is not None and isinstance(engine, getattr(module, engine_class)):
             name, _, adapter_class = framework.adapter.partition(":")
-            adapter: type[EngineAdapter] = getattr(import_module(name), adapter_class)
+            adapter: type[StateAdapter] = getattr(import_module(name), adapter_class)
             return adapter
     return None

@@ -48,22 +48,16 @@ def without_left_out(values: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in values.items() if not is_left_out(value)}
 
 
-class EngineAdapter(ABC):
-    """Reads and restores one live engine on one rank. Ranks are numbered within the engine's own group of ranks
+class StateAdapter(ABC):
+    """Reads one live state on one rank, for a write. Ranks are numbered within the state's own group of ranks
     (``group_of``).
 
     ``refuse_unsupported`` is called first. A write then calls ``inventory``, ``state``, ``rank_state``, in some cases
-    ``before_change``, and last ``after_write``. A restore chooses from the fragments of ``wanted`` those that fit, and
-    calls ``restoring`` with this selection. Only the methods of the ``Restoring`` change the state that the engine
-    holds. Only ``after_write`` and ``Restoring.finish`` are collective. Before each of the two, the ranks agree that
+    ``before_change``, and last ``after_write``. Only ``after_write`` is collective. Before it, the ranks agree that
     every rank has done all that comes before it, so a rank that fails earlier leaves no other rank waiting.
 
-    An engine that has no optimizer, because it only evaluates, holds weights and buffers. Its ``wanted`` has the
-    weights as the part ``param``. They are filled from the master weights if the checkpoint has those, and the state of
-    an optimizer does not count as missing.
-
-    An adapter derives from this class. It has to have the abstract methods. The others are for what not every engine
-    has or needs: a process group of its own, state of each rank, lazy snapshots, ``zckpt.where`` and ``zckpt.offload``.
+    The adapter of an engine is an ``EngineAdapter``. A state that is only written, such as a state dict, has no more
+    than this half.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -80,11 +74,6 @@ class EngineAdapter(ABC):
     @abstractmethod
     def trains(self) -> bool:
         """Whether the engine has an optimizer."""
-
-    @property
-    @abstractmethod
-    def trees(self) -> tuple[str, ...]:
-        """The keys of the dict that ``state()`` returns, except those that no restore reads."""
 
     @property
     @abstractmethod
@@ -172,17 +161,6 @@ class EngineAdapter(ABC):
         commit a mixture of both. Changes nothing."""
         return {}
 
-    def memory(self) -> Iterable[Holding]:
-        """Returns all memory and all swap files in which this rank holds tensors of the state, or gradients. In
-        contrast to ``inventory``, this includes values that other ranks hold as well, padding, weights that are derived
-        from master weights, and buffers that are not persistent. It includes every storage that the engine keeps for a
-        part, but not the buffers through which the engine swaps one part after the other. If one tensor belongs to two
-        parts of which one is ``master``, the holding of the part ``master`` comes first.
-
-        Changes nothing, and is not collective.
-        """
-        return ()
-
     @abstractmethod
     def state(self) -> dict[str, Any]:
         """Returns the non-tensor state as trees: counters, the scheduler, param groups, and scalars by parameter name.
@@ -219,6 +197,38 @@ class EngineAdapter(ABC):
         """Arranges that the thread of the training calls ``action`` once, before the engine next changes or moves the
         memory of its fragments. This is at its next optimizer step. Buffers may change earlier. Without a method of its
         own, the adapter never calls it."""
+
+
+class EngineAdapter(StateAdapter):
+    """Reads and restores one live engine on one rank.
+
+    A restore calls ``refuse_unsupported`` first. It chooses from the fragments of ``wanted`` those that fit, and calls
+    ``restoring`` with this selection. Only the methods of the ``Restoring`` change the state that the engine holds, and
+    only ``Restoring.finish`` is collective. Before it, the ranks agree as before ``after_write``.
+
+    An engine that has no optimizer, because it only evaluates, holds weights and buffers. Its ``wanted`` has the
+    weights as the part ``param``. They are filled from the master weights if the checkpoint has those, and the state of
+    an optimizer does not count as missing.
+
+    An adapter derives from this class. It has to have the abstract methods. The others are for what not every engine
+    has or needs: a process group of its own, state of each rank, lazy snapshots, ``zckpt.where`` and ``zckpt.offload``.
+    """
+
+    @property
+    @abstractmethod
+    def trees(self) -> tuple[str, ...]:
+        """The keys of the dict that ``state()`` returns, except those that no restore reads."""
+
+    def memory(self) -> Iterable[Holding]:
+        """Returns all memory and all swap files in which this rank holds tensors of the state, or gradients. In
+        contrast to ``inventory``, this includes values that other ranks hold as well, padding, weights that are derived
+        from master weights, and buffers that are not persistent. It includes every storage that the engine keeps for a
+        part, but not the buffers through which the engine swaps one part after the other. If one tensor belongs to two
+        parts of which one is ``master``, the holding of the part ``master`` comes first.
+
+        Changes nothing, and is not collective.
+        """
+        return ()
 
     def uses(self) -> Iterable[Use]:
         """Returns the calls that read or change the memory that ``memory`` returns: all calls by which a training loop,

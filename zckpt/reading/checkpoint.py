@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
+from zckpt.engines.tensors import set_in_place
 from zckpt.errors import FormatError, MismatchError, count
 from zckpt.format import names, tree
 from zckpt.geometry import Span, all_of, run_count, slice_of
@@ -19,11 +21,12 @@ from zckpt.plan.coalesce import plan_reads
 from zckpt.plan.reshard import Wanted, piece_ranges
 from zckpt.progress import Progress, reported
 from zckpt.reading.extra_state import extra_state
+from zckpt.reading.state_dict import Values, plan_load
 from zckpt.reading.targets import checked_target, empty_tensor
 from zckpt.state.inventory import BUFFER, MASTER, PARAM, STATE, unconverted
 from zckpt.transfer.budget import Budget, flag
 from zckpt.transfer.devices import check_device, devices_of
-from zckpt.transfer.memory import Targets, check_memory
+from zckpt.transfer.memory import Targets, check_memory, fresh_tensor, lies_in_order
 from zckpt.transfer.read import places_of, run_reads
 from zckpt.transfer.staging import StagingPool, pool_for
 from zckpt.transfer.torch_dtypes import dtype_of
@@ -454,6 +457,81 @@ class Checkpoint(Mapping[str, TensorInfo]):
         with self._advised(), reported(progress, "load", sum(info.nbytes for info in sources.values())) as advance:
             targets = self._load(sources, device, casts, verify=verify, advance=advance)
         return targets | {alias: targets[name] for alias, name in self.aliases.items() if name in targets}
+
+    def load_into(
+        self,
+        state_dict: Mapping[Any, Any],
+        *,
+        strict: bool = True,
+        verify: bool | None = None,
+        progress: Progress | None = None,
+    ) -> list[str]:
+        """Reads the checkpoint into a state dict, as ``zckpt.write_state_dict`` takes it.
+
+        A state dict is a dict of tensors, DTensors, plain values, and dicts and lists of them. Tensors are filled in
+        place, and plain values are replaced. A rank reads only what it holds of a DTensor, so the number of ranks, the
+        mesh and the placements may be others than those of the writer. Names of the checkpoint that the state dict does
+        not have are not read. If an engine has written the checkpoint, the state dict is that of a model, such as
+        ``model.state_dict()``, and gets the weights as ``state_dict`` returns them.
+
+        This is not collective: each rank calls it for itself.
+
+        Args:
+            state_dict: a dict as ``write_state_dict`` takes it.
+            strict: whether the checkpoint must have every tensor and plain value of the state dict. With False, those
+                that it does not have stay as they are.
+            verify: as for ``load``.
+            progress: as for ``load``.
+
+        Returns:
+            The names of what the checkpoint does not have. With ``strict``, there are none.
+
+        Raises:
+            MismatchError: a tensor has another shape, is missing, or has no memory. Nothing was changed.
+            StateError: two leaves of the state dict have the same name.
+            TypeError: ``state_dict`` is not a dict.
+            FormatError: data is damaged or missing.
+            StorageError: the operating system reports an error when it reads.
+        """
+        left = "the tensors in the state dict have undefined values, and its plain values are unchanged"
+        with self._advised():
+            plan, values = plan_load(self, state_dict, strict=strict), Values(self)
+            loaded = [(leaf, copy.deepcopy(values[name])) for name, leaf in plan.values.items()]
+            self.contents.check_sizes(info for _, info, span, _ in plan.tensors if span.numel)
+        requests = [ReadRequest(info, span, target) for _, info, span, target in plan.tensors if span.numel]
+        nbytes = sum(request.span.numel * request.info.item_bytes for request in requests)
+        with self._advised(left), reported(progress, "load", nbytes) as advance:
+            self.fill(requests, verify=verify, advance=advance)
+        for leaf, value in loaded:
+            leaf.container[leaf.key] = value
+        return plan.left
+
+    def fill(
+        self,
+        requests: Sequence[ReadRequest],
+        *,
+        verify: bool | None = None,
+        advance: Callable[[int], None] = lambda nbytes: None,
+    ) -> None:
+        """Fills the target of every request, as ``read`` does.
+
+        The elements of a target need not lie in order. Such a target is read into memory of its own first, one at a
+        time.
+
+        Args:
+            requests: as for ``read``.
+            verify: as for ``load``.
+            advance: as for ``read``.
+
+        Raises:
+            ZckptError: the tensors cannot be loaded. ``load`` lists these errors.
+        """
+        self.read([each for each in requests if lies_in_order(each.target)], verify=verify, advance=advance)
+        for request in requests:
+            if not lies_in_order(request.target):
+                values = fresh_tensor(request.target.shape, request.target.dtype, request.target.device)
+                self.read([request._replace(target=values)], verify=verify, advance=advance)
+                set_in_place(request.target, values)
 
     def read(
         self,

@@ -29,7 +29,7 @@ from zckpt.writing.plain import Sieve, is_told, number, number_key, plain, plain
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from zckpt.engines.contract import EngineAdapter
+    from zckpt.engines.contract import StateAdapter
     from zckpt.writing.options import WriteOptions
 
 _NUMPY_DTYPES = frozenset(map(np.dtype, ["?", "u1", "i1", "u2", "i2", "u4", "i4", "u8", "i8", "f2", "f4", "f8"]))
@@ -60,7 +60,7 @@ class Collected:
 
 
 def collect(
-    adapter: EngineAdapter, options: WriteOptions, replicas: dict[str, tuple[tuple[int, int], bytes]]
+    adapter: StateAdapter, options: WriteOptions, replicas: dict[str, tuple[tuple[int, int], bytes]]
 ) -> Collected:
     """Collects the state that ``options`` ask for. ``replicas``: as in ``History``. Raises ValueError, StateError,
     FormatError (N001, N003), DeviceError, and the errors of the adapter."""
@@ -157,7 +157,7 @@ def kept_client_state(client_state: Mapping[str, Any], changes: Changes) -> Mapp
     return kept[names.CLIENT_STATE]
 
 
-def what_is_left_out(adapter: EngineAdapter, client_rank_state: Mapping[str, Any] | None) -> dict[str, str]:
+def what_is_left_out(adapter: StateAdapter, client_rank_state: Mapping[str, Any] | None) -> dict[str, str]:
     """Returns what a save of the engine would leave out now, as in ``Changes``. ``client_rank_state``: the states of
     its registered objects."""
     changes = Changes()

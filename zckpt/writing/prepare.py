@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgpack
 import torch
 
-from zckpt.engines import adapt
+from zckpt.engines import readable
 from zckpt.engines.history import claim, history_of, note_write, run_id_of_next_write
 from zckpt.engines.peft import adapter_configs
 from zckpt.engines.registered import with_registered
@@ -143,7 +143,7 @@ class Preparation:
     def prepare(self) -> Facts:
         """Collects all state that this rank has to write. Returns the values that the ranks have to agree about."""
         options = self.options = self.options.checked()
-        adapter = self.adapter = adapt(self._engine)
+        adapter = self.adapter = readable(self._engine)
         offloaded = away(self._engine)
         if offloaded is not None:
             offloaded.refuse_lost("zckpt.write")

@@ -9,6 +9,7 @@ lose one.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from zckpt.engines.group import RankGroup
@@ -32,28 +33,47 @@ def is_sharded(tensor: torch.Tensor) -> bool:
 def span_of(tensor: Any) -> Span:
     """Returns the elements of a tensor that this rank holds, in the order of its local tensor. Raises ValueError, with
     the end of a sentence about the tensor, if this cannot be told."""
-    if not is_sharded(tensor):
-        return all_of(tensor.shape)
-    shape, mesh, placements = tuple(tensor.shape), tensor.device_mesh, tensor.placements
+    return _place(tensor)[0] if is_sharded(tensor) else all_of(tensor.shape)
+
+
+def bounds_of(tensor: Any) -> tuple[tuple[int, int], ...]:
+    """Returns the first index and the number of indices that this rank holds of a DTensor in each dimension. Raises
+    ValueError as ``span_of`` does."""
+    return _place(tensor)[1]
+
+
+def _place(tensor: Any) -> tuple[Span, tuple[tuple[int, int], ...]]:
+    """Returns ``span_of`` and ``bounds_of`` of a DTensor."""
+    mesh, placements = tensor.device_mesh, tensor.placements
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         raise ValueError("lies on a mesh to which this rank does not belong")
-    # For each dimension of the tensor, the first index and the size of each chunk, and which of them this rank holds.
-    chunks: list[list[tuple[int, int]]] = [[(0, size)] for size in shape]
-    own = [0] * len(shape)
+    cuts = []
     for mesh_dim in sorted(range(mesh.ndim), key=lambda dim: _is_strided(placements[dim])):
         placement = placements[mesh_dim]
         if placement.is_partial():
             raise ValueError("is a Partial DTensor, whose values are not summed yet")
         if not placement.is_replicate():
-            count, dim = mesh.size(mesh_dim), placement.dim
-            chunks[dim] = [_chunk(first, size, count, index) for first, size in chunks[dim] for index in range(count)]
-            own[dim] = own[dim] * count + coordinate[mesh_dim]
-    bounds = [of_dim[index] for of_dim, index in zip(chunks, own, strict=True)]
+            cuts.append((placement.dim, mesh.size(mesh_dim), coordinate[mesh_dim]))
+    span, bounds = _cut(tuple(tensor.shape), tuple(cuts))
     local, held = list(local_of(tensor).shape), [size for _, size in bounds]
     if local != held and not (0 in local and 0 in held):
         raise ValueError(f"has a local shape of {local}, which is not that of its placements {placements}")
-    return box_of(shape, chunks, bounds)
+    return span, bounds
+
+
+@lru_cache(maxsize=1 << 12)  # Many tensors have the same shape, and there may be a thousand chunks.
+def _cut(shape: tuple[int, ...], cuts: tuple[tuple[int, int, int], ...]) -> tuple[Span, tuple[tuple[int, int], ...]]:
+    """Returns what a rank holds of a tensor of this shape. ``cuts``: for each cut its dimension, the number of chunks,
+    and which of them this rank holds."""
+    # For each dimension of the tensor, the first index and the size of each chunk, and which of them this rank holds.
+    chunks: list[list[tuple[int, int]]] = [[(0, size)] for size in shape]
+    own = [0] * len(shape)
+    for dim, count, number in cuts:
+        chunks[dim] = [_chunk(first, size, count, index) for first, size in chunks[dim] for index in range(count)]
+        own[dim] = own[dim] * count + number
+    bounds = tuple(of_dim[index] for of_dim, index in zip(chunks, own, strict=True))
+    return box_of(shape, chunks, bounds), bounds
 
 
 def local_tensors_of(parameters: Mapping[str, torch.Tensor], group: RankGroup) -> dict[str, LocalTensor]:

@@ -1,0 +1,327 @@
+"""State dicts without an engine: ``zckpt.write_state_dict`` and ``Checkpoint.load_into``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+
+import zckpt
+from tests.support.torch_models import make_state, train
+from zckpt.engines.state_dict.flat import leaves_of
+from zckpt.engines.tensors import local_of
+from zckpt.testing.engine_definition import frozen
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.support.cluster import Cluster
+
+WEIGHT = torch.arange(15.0).reshape(5, 3)
+
+
+def nested() -> dict[str, Any]:
+    """Returns a state dict with a leaf of every kind."""
+    return {
+        "model": {"a.weight": WEIGHT, "tied": WEIGHT, "turned": WEIGHT.t(), "empty": torch.empty(0, 3)},
+        "optim": {
+            "state": {0: {"step": torch.tensor(4.0), "exp_avg": WEIGHT.bfloat16(), "seen": torch.tensor([True])}},
+            "param_groups": [{"lr": 0.1, "betas": (0.9, 0.99), "params": [0], "found": None}],
+        },
+        "list": [{"x": WEIGHT + 1}, 5, [WEIGHT + 2, "text"]],
+        "plain": [1, 2, "x"],
+        "array": np.arange(4),
+        "epoch": 3,
+        "nothing": {},
+    }
+
+
+def blank(value: Any) -> Any:
+    """Returns the same containers with zeros and without plain values."""
+    if isinstance(value, torch.Tensor):
+        return torch.zeros_like(value)
+    if isinstance(value, dict):
+        return {key: blank(item) for key, item in value.items()}
+    return [blank(item) for item in value] if isinstance(value, list) else None
+
+
+def test_a_nested_state_dict_comes_back(tmp_path: Path) -> None:
+    path = zckpt.write_state_dict(nested(), tmp_path / "c", step=7)
+    assert path == str(tmp_path / "c")
+    assert zckpt.validate(path).ok
+    checkpoint = zckpt.open(path)
+    assert checkpoint.step == 7
+    target = blank(nested())
+    places = {name: leaf.value for name, leaf in leaves_of(target).items() if leaf.is_tensor}
+    assert checkpoint.load_into(target) == []
+    assert frozen(target) == frozen(nested())
+    loaded = {name: leaf.value for name, leaf in leaves_of(target).items() if leaf.is_tensor}
+    assert all(loaded[name] is places[name] for name in places)
+    assert "param/model.a.weight" in checkpoint
+    assert checkpoint.aliases == {"model.tied": "model.a.weight"}
+    target["plain"].append("changed")
+    checkpoint.load_into(again := blank(nested()))
+    assert again["plain"] == nested()["plain"]
+
+
+def test_names_are_those_of_dcp() -> None:
+    names, paths = flatten_state_dict(nested())
+    assert {name: leaf.path for name, leaf in leaves_of(nested()).items()} == paths
+    assert names.keys() == paths.keys()
+
+
+@pytest.mark.parametrize(
+    ("state_dict", "message"),
+    [
+        ({"f": print}, "f: builtin_function_or_method cannot be kept"),
+        ({"a.b": WEIGHT, "a": {"b": WEIGHT}}, "two leaves of the state dict are called a.b"),
+        ({"s": {"w": WEIGHT.to_sparse()}}, "s.w is a tensor of layout torch.sparse_coo"),
+        ({"c": WEIGHT.to(torch.complex128)}, "c has dtype torch.complex128"),
+        ({"m": WEIGHT.to("meta")}, "param/m is on the device meta"),
+        ([WEIGHT], "a state dict is a dict of tensors and plain values by name, got list"),
+    ],
+)
+def test_what_cannot_be_written_is_refused_by_name(tmp_path: Path, state_dict: Any, message: str) -> None:
+    with pytest.raises((zckpt.ZckptError, TypeError), match=message):
+        zckpt.write_state_dict(state_dict, tmp_path / "c")
+    assert not (tmp_path / "c").exists()
+
+
+def test_a_state_dict_that_contains_itself(tmp_path: Path) -> None:
+    around: dict[str, Any] = {}
+    around["in"] = around
+    with pytest.raises(zckpt.StateError, match="in is a value that contains itself"):
+        zckpt.write_state_dict(around, tmp_path / "c")
+
+
+@pytest.mark.parametrize(
+    ("state_dict", "message"),
+    [
+        ({"model": {"a.weight": torch.zeros(5, 3), "b": torch.zeros(1)}}, "missing: model.b"),
+        ({"model": {"a.weight": torch.zeros(3, 5)}}, r"model.a.weight is \[5, 3\] in the checkpoint, \[3, 5\] here"),
+        ({"model": {"a.weight": torch.zeros(5, 3, dtype=torch.int64)}}, "model.a.weight: cannot load torch.float32 as"),
+        ({"epoch": torch.zeros(1)}, "epoch is a tensor here, a plain value in the checkpoint"),
+        ({"x": {"epoch": 1, "model": {"tied": torch.zeros(5, 3)}}}, r"pass state_dict\['x'\]"),
+    ],
+)
+def test_what_does_not_fit_changes_nothing(tmp_path: Path, state_dict: Any, message: str) -> None:
+    checkpoint = zckpt.open(zckpt.write_state_dict(nested(), tmp_path / "c"))
+    before = frozen(state_dict)
+    with pytest.raises(zckpt.MismatchError, match=message):
+        checkpoint.load_into(state_dict)
+    assert frozen(state_dict) == before
+
+
+def test_a_tensor_without_memory_is_refused(tmp_path: Path) -> None:
+    checkpoint = zckpt.open(zckpt.write_state_dict(nested(), tmp_path / "c"))
+    with pytest.raises(zckpt.MismatchError, match=r"model.tied is on the device meta"):
+        checkpoint.load_into({"model": {"tied": torch.zeros(5, 3, device="meta")}})
+
+
+def test_what_is_missing_is_left_as_it_is_without_strict(tmp_path: Path) -> None:
+    checkpoint = zckpt.open(zckpt.write_state_dict(nested(), tmp_path / "c"))
+    target = {"model": {"tied": torch.zeros(5, 3, dtype=torch.float64), "more": torch.ones(2)}, "other": 1, "epoch": 0}
+    assert checkpoint.load_into(target, strict=False) == ["model.more", "other"]
+    assert frozen(target) == frozen({"model": {"tied": WEIGHT.double(), "more": torch.ones(2)}, "other": 1, "epoch": 3})
+
+
+def test_a_damaged_tensor_is_noticed(tmp_path: Path) -> None:
+    path = zckpt.write_state_dict({"w": torch.ones(100)}, tmp_path / "c")
+    file = next((tmp_path / "c").glob("data-*/rank-00000/*param.safetensors"))
+    raw = bytearray(file.read_bytes())
+    raw[-3] ^= 1
+    file.write_bytes(raw)
+    with pytest.raises(zckpt.DigestError):
+        zckpt.open(path).load_into({"w": torch.zeros(100)})
+
+
+def test_a_write_in_the_background_has_the_values_of_the_call(tmp_path: Path) -> None:
+    state_dict = {"w": torch.ones(1000), "step": torch.tensor(1.0)}
+    pending = zckpt.write_state_dict(state_dict, tmp_path / "c", background=True)
+    state_dict["w"].zero_()
+    assert isinstance(pending, zckpt.PendingWrite)
+    checkpoint = zckpt.open(pending.wait())
+    assert torch.equal(checkpoint.load()["param/w"], torch.ones(1000))
+
+
+def test_older_state_dicts_of_the_same_names_are_removed(tmp_path: Path) -> None:
+    for step in range(4):
+        zckpt.write_state_dict({"w": torch.ones(3) * step}, tmp_path / f"s{step}", step=step, keep_last=2)
+    assert sorted(path.name for path in tmp_path.glob("s*")) == ["s2", "s3"]
+
+
+SHAPES = [(), (1,), (7,), (2, 5), (5, 4), (4, 3, 2), (0, 3)]
+
+
+def full(shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.arange(1.0, 1 + torch.Size(shape).numel()).reshape(shape)
+
+
+def divided(ranks: int) -> dict[str, Any]:
+    """Returns tensors of several shapes with all placements on meshes of one and two dimensions."""
+    meshes: list[tuple[int, ...]] = [(ranks,), *([(2, ranks // 2)] if ranks == 4 else [])]
+    tensors: dict[str, Any] = {}
+    for sizes in meshes:
+        mesh = init_device_mesh("cpu", sizes)
+        for shape in SHAPES:
+            placements: list[Placement] = [Replicate(), *(Shard(dim) for dim in range(len(shape)))]
+            for first in placements:
+                for second in placements if len(sizes) == 2 else [None]:
+                    chosen = [first] if second is None else [first, second]
+                    tensors[f"{list(shape)} {chosen}"] = distribute_tensor(full(shape), mesh, chosen)
+    return tensors
+
+
+def write_divided(path: str) -> None:
+    tensors = divided(dist.get_world_size())
+    zckpt.write_state_dict({"d": tensors, "p": {"plain": full((7, 3))}, "value": {"k": [1, None]}}, path)
+
+
+def load_divided(path: str) -> None:
+    """Loads every tensor into every placement of this number of ranks."""
+    checkpoint = zckpt.open(path)
+    here = divided(dist.get_world_size())
+    for key, info in checkpoint.items():
+        name = info.name.removeprefix("d.")
+        for other, like in here.items():
+            if like.shape == info.shape:
+                target: Any = torch.zeros_like(like)
+                checkpoint.load_into({"d": {name: target}})
+                assert torch.equal(target.full_tensor(), full(tuple(info.shape))), (key, other)
+    whole = {"p": {"plain": torch.zeros(7, 3)}, "value": {"k": None}}
+    checkpoint.load_into(whole)
+    assert frozen(whole) == frozen({"p": {"plain": full((7, 3))}, "value": {"k": [1, None]}})
+
+
+def test_every_placement_is_loaded_into_every_other_one(cluster: Cluster, tmp_path: Path) -> None:
+    path = str(tmp_path / "c")
+    cluster.run(write_divided, 4, path)
+    assert zckpt.validate(path).ok
+    checkpoint = zckpt.open(path)
+    assert all(torch.equal(tensor, full(tuple(tensor.shape))) for tensor in checkpoint.load().values())
+    assert {piece.rank for piece in checkpoint["param/p.plain"].pieces} == {0, 1, 2, 3}
+    cluster.run(load_divided, 3, path)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(("there", "here"), [(1, 4), (2, 3), (3, 4), (4, 4), (4, 2)])
+def test_every_placement_at_every_number_of_ranks(cluster: Cluster, tmp_path: Path, there: int, here: int) -> None:
+    path = str(tmp_path / "c")
+    cluster.run(write_divided, there, path)
+    cluster.run(load_divided, here, path)
+
+
+def refusals(path: str) -> None:
+    rank, mesh = dist.get_rank(), init_device_mesh("cpu", (2,))
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"m": {"w": torch.full((3,), float(rank))}}, "param/m.w has other values on rank 1 than on rank 0"),
+        ({"v": {"n": rank, "same": 1}}, "v.n is another value on rank 1 than on rank 0"),
+        ({"d": DTensor.from_local(torch.ones(2), mesh, [Partial()])}, "d is a Partial DTensor"),
+        ({"r": DTensor.from_local(torch.ones(2) * rank, mesh, [Replicate()], run_check=False)}, "param/r has other"),
+        ({"x": 1 if rank else WEIGHT}, "x is a tensor on one rank and a plain value on another"),
+        ({"s": torch.zeros(3 + rank)}, r"param/s is F32 \[4\] on rank 1, F32 \[3\] on rank 0"),
+        ({"f": print if rank else 1}, "f: builtin_function_or_method cannot be kept"),
+    ]
+    for state_dict, message in cases:
+        with pytest.raises(zckpt.ZckptError, match=message):
+            zckpt.write_state_dict(state_dict, path)
+
+
+def test_ranks_that_differ_are_named(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.run(refusals, 2, str(tmp_path / "c"))
+    assert not (tmp_path / "c").exists()
+
+
+def write_of_ranks(path: str) -> None:
+    """Writes what some ranks have alone: values and tensors of each, and those of a pair of ranks on a mesh."""
+    rank = dist.get_rank()
+    pairs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "dp"))
+    stage, mesh = rank // 2, pairs["dp"]
+    state_dict = {
+        "all": WEIGHT,
+        f"loader.{rank}": {"at": [rank, 5]},
+        f"only.{rank}": torch.full((4,), float(rank)),
+        f"stage.{stage}": {"w": distribute_tensor(WEIGHT + stage, mesh, [Shard(0)]), "plain": WEIGHT * stage},
+        "from 1 on": {} if rank == 0 else {"w": WEIGHT - 1, "v": "x", "empty": torch.empty(0)},
+    }
+    zckpt.write_state_dict(state_dict, path)
+    target = blank(state_dict)
+    zckpt.open(path).load_into(target)
+    assert target[f"loader.{rank}"] == {"at": [rank, 5]}
+    for name, leaf in leaves_of(state_dict).items():
+        read = leaves_of(target)[name].value
+        same = torch.equal(local_of(read), local_of(leaf.value)) if leaf.is_tensor else read == leaf.value
+        assert same, name
+
+
+def test_ranks_may_have_names_of_their_own(cluster: Cluster, tmp_path: Path) -> None:
+    path = str(tmp_path / "c")
+    cluster.run(write_of_ranks, 4, path)
+    assert zckpt.validate(path).ok
+    checkpoint = zckpt.open(path)
+    whole = {f"stage.{stage}": {"w": torch.zeros(5, 3), "plain": torch.zeros(5, 3)} for stage in range(2)}
+    values = {f"loader.{rank}": {"at": None} for rank in range(4)}
+    checkpoint.load_into({**whole, **values, "from 1 on": (more := {"v": None, "empty": torch.empty(0)})})
+    assert more["v"] == "x"
+    assert frozen(whole) == frozen({f"stage.{s}": {"w": WEIGHT + s, "plain": WEIGHT * s} for s in range(2)})
+    assert values == {f"loader.{rank}": {"at": [rank, 5]} for rank in range(4)}
+
+
+def state_dict_of(state: zckpt.TrainState) -> dict[str, Any]:
+    model, optimizer = get_state_dict(state.model, state.optimizers)
+    del model["seen"]  # a buffer that each rank has of its own
+    return {"model": model, "optim": optimizer}
+
+
+def write_training(path: str, layout: str) -> Any:
+    state = make_state(layout)
+    train(state, 2)
+    zckpt.write_state_dict(state_dict_of(state), path)
+    zckpt.write(state, f"{path}-engine")
+    return gathered(state_dict_of(state))
+
+
+def gathered(state_dict: dict[str, Any]) -> dict[str, Any]:
+    leaves = {name: leaf.value for name, leaf in leaves_of(state_dict).items()}
+    return {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in leaves.items()}
+
+
+def load_training(path: str, layout: str) -> Any:
+    state = make_state(layout, seed=1)
+    train(state, 1)
+    state_dict = state_dict_of(state)
+    zckpt.open(path).load_into(state_dict)
+    assert frozen(gathered(state_dict_of(state))["model.frozen.weight"])
+    weights = {name: torch.zeros_like(value) for name, value in state_dict["model"].items()}
+    zckpt.open(f"{path}-engine").load_into(weights)
+    assert frozen(gathered({"model": weights})) == frozen(gathered({"model": state_dict["model"]}))
+    return gathered(state_dict)
+
+
+@pytest.mark.parametrize(("there", "ranks", "here", "others"), [("hsdp", 4, "fsdp", 3), ("rows", 4, "fsdp", 2)])
+def test_the_state_dict_of_a_training(
+    cluster: Cluster, tmp_path: Path, there: str, ranks: int, here: str, others: int
+) -> None:
+    path = str(tmp_path / "c")
+    written, *_ = cluster.run(write_training, ranks, path, there)
+    for loaded in cluster.run(load_training, others, path, here):
+        assert frozen(loaded) == frozen(written)
+
+
+def fail_on_one_rank(path: str) -> str:
+    state_dict = {"w": torch.ones(1 << 10)}
+    with pytest.raises(zckpt.ZckptError) as raised:
+        zckpt.write_state_dict(state_dict, path if dist.get_rank() == 0 else f"{path}-other")
+    return str(raised.value)
+
+
+def test_ranks_with_other_paths(cluster: Cluster, tmp_path: Path) -> None:
+    for message in cluster.run(fail_on_one_rank, 2, str(tmp_path / "c")):
+        assert "the ranks have different paths" in message

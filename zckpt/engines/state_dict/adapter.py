@@ -1,0 +1,69 @@
+"""The ``StateAdapter`` of a ``FlatState``. All tensors of a state dict belong to the part ``param``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from zckpt.engines.contract import StateAdapter
+from zckpt.engines.group import rank_group_of
+from zckpt.engines.state_dict.flat import STATE_DICT
+from zckpt.engines.tensors import dtype_name
+from zckpt.format.names import Tier
+from zckpt.state.inventory import PARAM, Fragment, Inventory
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator
+
+    from torch.distributed import ProcessGroup
+
+    from zckpt.engines.state_dict.flat import FlatState
+
+
+class StateDictAdapter(StateAdapter):
+    """Reads one state dict on one rank. ``StateAdapter`` documents its methods."""
+
+    engine: FlatState
+    trains = False
+    parts = (PARAM,)
+
+    @staticmethod
+    def process_group(engine: FlatState) -> ProcessGroup | None:
+        return engine.group
+
+    @property
+    def step(self) -> int:
+        return self.engine.step
+
+    def set_step(self, step: int) -> None:
+        self.engine.step = step
+
+    @property
+    def description(self) -> dict[str, str]:
+        return {"framework": f"torch {torch.__version__}", "mode": "a state dict", "optimizer": "none"}
+
+    @property
+    def devices(self) -> frozenset[torch.device]:
+        return frozenset(tensor.data.device for tensor in self.engine.tensors.values())
+
+    def refuse_unsupported(self, *, drop_gradients: bool = False, leave_out: bool = False) -> None:
+        pass  # What cannot be written was refused when the FlatState was made.
+
+    def inventory(self, parts: Collection[str] | None) -> Inventory:
+        return Inventory(tuple(self._fragments()), self.engine.aliases)
+
+    def _fragments(self) -> Iterator[Fragment]:
+        rank = rank_group_of(self.engine.group).rank
+        for name, tensor in self.engine.tensors.items():
+            is_empty = 0 in tensor.span.grid.shape and self.engine.first_ranks.get(name, 0) == rank
+            if name not in self.engine.aliases and (tensor.span.numel or is_empty):
+                dtype, tier = dtype_name(tensor.data.dtype, name), _tier(tensor.data)
+                yield Fragment(PARAM, name, dtype, tensor.span, tier, 0, tensor.data, tensor.replicated)
+
+    def state(self) -> dict[str, Any]:
+        return {STATE_DICT: self.engine.tree}
+
+
+def _tier(data: torch.Tensor) -> Tier:
+    return Tier.HOST if data.is_cpu and torch.accelerator.is_available() else Tier.DEVICE

@@ -1,0 +1,174 @@
+"""A state dict as a flat map from names to leaves.
+
+A leaf is a tensor or a plain value. Its name is its path: the keys of the maps and the indices of the lists around it,
+joined by dots. A list belongs to a path only if there are tensors or maps in it, and is a plain value otherwise.
+PyTorch's distributed checkpoints (DCP) have the same rule and the same names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from zckpt.engines.pytorch.shards import is_sharded, replica_set, span_of
+from zckpt.engines.tensors import dtype_name, local_of
+from zckpt.errors import StateError, UnsupportedError
+from zckpt.geometry import all_of
+from zckpt.transfer.memory import not_plain
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from torch.distributed import ProcessGroup
+
+    from zckpt.geometry import Span
+
+Path = tuple[str | int, ...]
+STATE_DICT, PATHS, RANKS = "state_dict", "paths", "ranks"
+"""The tree of a state dict in the state of an engine, and its keys: the path of each leaf by its name, and for each
+plain value that rank 0 does not have, the rank that has written it."""
+
+
+class Leaf(NamedTuple):
+    """A tensor or a plain value of a state dict, and the place where it is."""
+
+    path: Path
+    container: Any
+    key: Any
+    value: Any
+
+    @property
+    def is_tensor(self) -> bool:
+        return isinstance(self.value, torch.Tensor)
+
+
+def leaves_of(state_dict: Mapping[Any, Any]) -> dict[str, Leaf]:
+    """Returns the leaves of a state dict by name. Raises TypeError if it is not a map, and StateError if two leaves
+    have the same name."""
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(f"a state dict is a dict of tensors and plain values by name, got {type(state_dict).__name__}")
+    leaves: dict[str, Leaf] = {}
+    for leaf in _leaves(state_dict, (), frozenset()):
+        name = name_of(leaf.path)
+        if name in leaves:
+            one, other = leaves[name].path, leaf.path
+            raise StateError(f"two leaves of the state dict are called {name}: {one} and {other}", key=name)
+        leaves[name] = leaf
+    return leaves
+
+
+def name_of(path: Path) -> str:
+    """Returns the name of a leaf."""
+    return ".".join(map(str, path))
+
+
+def _leaves(container: Any, path: Path, around: frozenset[int]) -> Iterator[Leaf]:
+    """Yields the leaves in a map or list. ``around``: the ``id`` of each container around it."""
+    if id(container) in around:
+        raise StateError(f"{name_of(path)} is a value that contains itself", key=name_of(path))
+    is_map = isinstance(container, Mapping)
+    for key, value in container.items() if is_map else enumerate(container):
+        below = (*path, str(key) if is_map else key)
+        if isinstance(value, Mapping) or _is_divided(value):
+            yield from _leaves(value, below, around | {id(container)})
+        else:
+            yield Leaf(below, container, key, value)
+
+
+def _is_divided(value: object) -> bool:
+    """Returns whether a value is a list in which there are tensors or maps."""
+    return isinstance(value, list) and any(
+        isinstance(item, (torch.Tensor, Mapping)) or _is_divided(item) for item in value
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class HeldTensor:
+    """What this rank holds of one tensor of a state dict."""
+
+    span: Span
+    """The elements that this rank holds. They may be none."""
+    data: torch.Tensor
+    """These elements, one after the other, in a 1-D tensor."""
+    replicated: str = ""
+    """The value of ``Fragment.replicated``."""
+
+    def of_ranks(self, ranks: Sequence[int]) -> HeldTensor:
+        """Returns the same, if only these ranks have a tensor of this name."""
+        label = f"{self.replicated} of {ranks}" if self.replicated and len(ranks) > 1 else ""
+        return replace(self, replicated=label)
+
+
+def held(name: str, tensor: torch.Tensor, ranks: int) -> HeldTensor:
+    """Returns what this rank holds of a tensor. If its elements do not lie in order, ``data`` is a copy. ``ranks``: the
+    number of ranks that write. Raises UnsupportedError, which names the tensor, for one that cannot be written."""
+    local = local_of(tensor)
+    why = not_plain(local)
+    if why is not None:
+        raise UnsupportedError(f"{name} {why}", hint="keep a dense copy of it, or the tensors that it is made of")
+    dtype_name(local.dtype, name)
+    try:
+        span = held_span(tensor)
+    except ValueError as error:
+        raise UnsupportedError(f"{name} {error}", hint="redistribute a Partial tensor, which sums it") from error
+    data = local.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+    whole = "every rank" if ranks > 1 else ""
+    return HeldTensor(span, data, replica_set(tensor, ranks) if is_sharded(tensor) else whole)
+
+
+def held_span(tensor: Any) -> Span:
+    """Returns the elements of a tensor that this rank holds, in the order of its local tensor. These are none of a
+    DTensor on a mesh to which this rank does not belong. Raises ValueError as ``span_of`` does."""
+    if is_sharded(tensor) and tensor.device_mesh.get_coordinate() is None:
+        return all_of(tensor.shape).narrow(0, 0)
+    return span_of(tensor)
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What this rank has of a state dict, by the names of its leaves."""
+
+    tensors: dict[str, HeldTensor]
+    values: dict[str, Any]
+    """The plain values."""
+    paths: dict[str, Path]
+    """The path of each leaf."""
+
+    @classmethod
+    def of(cls, state_dict: Mapping[Any, Any], ranks: int) -> Contents:
+        """Returns the contents of a state dict. Raises the errors of ``leaves_of`` and ``held``."""
+        leaves = leaves_of(state_dict)
+        return cls(
+            {name: held(name, leaf.value, ranks) for name, leaf in leaves.items() if leaf.is_tensor},
+            {name: leaf.value for name, leaf in leaves.items() if not leaf.is_tensor},
+            {name: leaf.path for name, leaf in leaves.items()},
+        )
+
+    def aliases(self) -> dict[str, str]:
+        """Returns, for each name of a tensor that has the same memory as one before it, the name of that one."""
+        first: dict[tuple[object, ...], str] = {}
+        aliases = {}
+        for name, tensor in self.tensors.items():
+            if tensor.data.numel():
+                place = tensor.data.data_ptr(), tensor.data.device, tensor.data.dtype, tensor.span
+                if first.setdefault(place, name) != name:
+                    aliases[name] = first[place]
+        return aliases
+
+
+@dataclass(eq=False)
+class FlatState:
+    """A state dict on one rank as a live state that is written. The ranks have compared what they have."""
+
+    tensors: dict[str, HeldTensor]
+    aliases: dict[str, str]
+    tree: dict[str, Any]
+    """The tree ``STATE_DICT``."""
+    first_ranks: dict[str, int] = field(default_factory=dict)
+    """The first rank that has each tensor, for those that rank 0 does not have."""
+    step: int = 0
+    group: ProcessGroup | None = None
+    """The process group of the ranks that write, or None if these are all ranks of the job."""
