@@ -47,6 +47,7 @@ highest. Each imports only itself and the rows above it. This includes imports t
     tiers      -                several places: uploads, the choice of what is restored, reads from the nearest place
     reporting  -                the steps of zckpt.report: compute statistics, collect what a page shows, write it
     api        -                the functions that users call, a file for each task
+    dcp        -                a writer and a reader for PyTorch's distributed checkpoints
     torchtitan -                torchtitan's manager of checkpoints, with zckpt in it
     __init__   torch late       the public names
     testing    -                a reference engine, and the test suites that each store and each engine has to pass
@@ -93,6 +94,7 @@ from zckpt.progress import Progress, ProgressBar
 from zckpt.version import __version__
 
 if TYPE_CHECKING:
+    from zckpt import dcp
     from zckpt.api.attach import attach, attach_all, detach
     from zckpt.api.background import PendingWrite, wait
     from zckpt.api.convert import Converted, convert
@@ -181,6 +183,7 @@ __all__ = [
     "convert",
     "convert_zero_checkpoint_to_fp32_state_dict",
     "cp",
+    "dcp",
     "detach",
     "diff",
     "export",
@@ -239,10 +242,14 @@ _LATE = {
 }
 """The public names by module. These are the imports above for type checkers. Each module is imported when one of its
 names is first used, because most of these modules import torch, which takes longer than many commands."""
+_MODULES = ("dcp",)
+"""The public modules, which are imported in the same way."""
 _HOME = {name: module for module, names in _LATE.items() for name in names}
 
 
 def __getattr__(name: str) -> object:
+    if name in _MODULES:
+        return import_module(f"{__name__}.{name}")
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

@@ -51,7 +51,7 @@ PUBLIC_NAMES = """
     PlacementEntry Preemption Progress ProgressBar RankError RankMemory RankStates Removed RepairError RepairReport
     Report Restored SizeError StateDifference StateError StorageError TagError TensorDifference TensorInfo
     TrainState UnfinishedWriteError UnsupportedError VersionError ZckptError __version__ attach attach_all convert
-    convert_zero_checkpoint_to_fp32_state_dict cp detach diff export gc get_fp32_state_dict_from_zero_checkpoint
+    convert_zero_checkpoint_to_fp32_state_dict cp dcp detach diff export gc get_fp32_state_dict_from_zero_checkpoint
     load_state_dict_from_zero_checkpoint offload offloaded on_preemption open prune register reload repair report
     restore validate wait where write write_state_dict
 """
@@ -228,7 +228,9 @@ def test_the_public_names_are_these() -> None:
 def test_type_checkers_see_the_public_names_that_are_imported_late() -> None:
     tree = ast.parse((ROOT / "__init__.py").read_text())
     late = imports(tree) - imports(without_type_checking(tree)) - {"typing.TYPE_CHECKING"}
-    assert late == {f"zckpt.{module}.{name}" for module, names in zckpt._LATE.items() for name in names}
+    assert late == {f"zckpt.{module}.{name}" for module, names in zckpt._LATE.items() for name in names} | {
+        f"zckpt.{module}" for module in zckpt._MODULES
+    }
     assert {*zckpt.__all__} <= {*dir(zckpt)}
     assert all(hasattr(zckpt, name) for name in zckpt.__all__)
 

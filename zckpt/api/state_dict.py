@@ -11,18 +11,19 @@ import msgpack
 from zckpt.api.background import wait_for
 from zckpt.api.write import write_engine
 from zckpt.engines.history import history_of
-from zckpt.engines.state_dict.flat import PATHS, RANKS, Contents, FlatState
+from zckpt.engines.state_dict.flat import OWN, PATHS, RANKS, Contents, FlatState, matches
 from zckpt.errors import StateError, first_few
 from zckpt.format.digest import digest
 from zckpt.format.names import CLIENT_STATE
 from zckpt.format.tree import below
-from zckpt.ranks.collectives import Ranks
+from zckpt.plan.select import several
+from zckpt.ranks.collectives import Ranks, check_equal
 from zckpt.state.lineage import run_by_tensors
 from zckpt.writing.collect import fingerprint
 from zckpt.writing.options import WriteOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from torch.distributed import ProcessGroup
 
@@ -31,10 +32,10 @@ if TYPE_CHECKING:
     from zckpt.storage.location import StrPath
     from zckpt.transfer.budget import Budget
 
-    class _Options(TypedDict, total=False):
+    class Options(TypedDict, total=False):
+        """The arguments that ``zckpt.dcp.Writer`` has, too."""
+
         step: int
-        process_group: ProcessGroup | None
-        overwrite: bool
         latest: bool
         budget: Budget | None
         progress: Progress | None
@@ -52,17 +53,23 @@ def write_state_dict(
     state_dict: Mapping[Any, Any],
     path: StrPath,
     *,
+    process_group: ProcessGroup | None = None,
+    per_rank: Collection[str] = (),
+    overwrite: bool = False,
     background: Literal[False] = False,
-    **options: Unpack[_Options],
+    **options: Unpack[Options],
 ) -> str: ...
 @overload
 def write_state_dict(
     state_dict: Mapping[Any, Any],
     path: StrPath,
     *,
+    process_group: ProcessGroup | None = None,
+    per_rank: Collection[str] = (),
+    overwrite: bool = False,
     background: Literal[True],
     snapshot_bytes: int | None = None,
-    **options: Unpack[_Options],
+    **options: Unpack[Options],
 ) -> PendingWrite: ...
 def write_state_dict(
     state_dict: Mapping[Any, Any],
@@ -70,6 +77,7 @@ def write_state_dict(
     *,
     step: int = 0,
     process_group: ProcessGroup | None = None,
+    per_rank: Collection[str] = (),
     overwrite: bool = False,
     latest: bool = True,
     budget: Budget | None = None,
@@ -93,9 +101,9 @@ def write_state_dict(
     ``model.layers.0.weight``.
 
     A DTensor is written as it is divided, whatever its placements are, except ``Partial``. Tensors that several ranks
-    hold, such as plain tensors, are compared and written once, and each of these ranks writes a share. A plain value
-    has to be the same on all ranks that have it. What a rank has of its own therefore needs a name of its own, such as
-    ``f"loader.{rank}"``: the other ranks need not have it.
+    hold, such as plain tensors, are compared and written once, and each of these ranks writes a share. Plain values
+    are compared, too. What a rank has of its own therefore needs a name of its own, such as ``f"loader.{rank}"``, which
+    the other ranks need not have, or is named by ``per_rank``.
 
     Args:
         state_dict: the state dict, such as ``{"model": model.state_dict(), "epoch": 3}``. Plain values may have the
@@ -104,6 +112,8 @@ def write_state_dict(
         path: the directory of the checkpoint: a path of a file system, or a URL such as ``s3://bucket/run/step100``.
         step: the number of the training step, by which checkpoints are ordered.
         process_group: the ranks that write. None means all ranks of the job.
+        per_rank: names of leaves, or globs such as ``"*.running_mean"``, of which each rank may have its own: plain
+            tensors and plain values. At the same number of ranks, each gets its own back, and otherwise that of rank 0.
         overwrite: as for ``zckpt.write``.
         latest: as for ``zckpt.write``.
         budget: as for ``zckpt.write``.
@@ -135,7 +145,7 @@ def write_state_dict(
         copy_keep_every=copy_keep_every, background=background, snapshot_bytes=snapshot_bytes,
         replace_foreign=overwrite,
     )  # fmt: skip
-    return write_contents(partial(Contents.of, state_dict), path, options, process_group)
+    return write_contents(partial(Contents.of, state_dict), path, options, process_group, per_rank)
 
 
 def write_contents(
@@ -143,6 +153,7 @@ def write_contents(
     path: StrPath,
     options: WriteOptions,
     process_group: ProcessGroup | None = None,
+    per_rank: Collection[str] = (),
     call: str = "zckpt.write_state_dict",
 ) -> str | PendingWrite:
     """Does the work of ``write_state_dict``. ``contents`` returns what this rank has. Its argument is the number of
@@ -150,27 +161,37 @@ def write_contents(
     ranks = Ranks(process_group, call=call)
     wait_for(ranks)
     with ranks.undivided():
-        state, options = _agreed(contents, options, process_group, ranks)
+        state, options = _agreed(contents, options, process_group, per_rank, ranks)
     return write_engine(state, path, options, call)
 
 
 def _agreed(
-    make: Callable[[int], Contents], options: WriteOptions, group: ProcessGroup | None, ranks: Ranks
+    make: Callable[[int], Contents],
+    options: WriteOptions,
+    group: ProcessGroup | None,
+    per_rank: Collection[str],
+    ranks: Ranks,
 ) -> tuple[FlatState, WriteOptions]:
     """Compares what the ranks have. Returns what this rank writes, and the options with its plain values. Mostly all
     ranks have the same names and values. Only if not, they tell each other what they have."""
     made: list[tuple[Contents, list[bytes]]] = []
 
-    def prepare() -> list[bytes]:
-        contents = make(ranks.size)
-        values = {name: [contents.paths[name], _fingerprint(name, value)] for name, value in contents.values.items()}
+    def prepare() -> list[Any]:
+        patterns = several(per_rank) or ()
+        contents = make(ranks.size).with_own(patterns)
+        # Each rank may have another value of its own, so such a value has no fingerprint.
+        values = {
+            name: [contents.paths[name], b"" if matches(name, patterns) else _fingerprint(name, value)]
+            for name, value in contents.values.items()
+        }
         tensors = [{name: contents.paths[name] for name in contents.tensors}, contents.aliases()]
         made.append((contents, [msgpack.packb(tensors), msgpack.packb(values)]))
-        return list(map(digest, made[0][1]))
+        return [*map(digest, made[0][1]), sorted(patterns)]
 
     # Each step below runs on all ranks. Nothing between two steps can fail on one rank alone.
     digests = ranks.share(prepare, "prepare the write")
     ((contents, outlines),) = made
+    check_equal([of_rank[2] for of_rank in digests], "per_rank arguments")
     differ = [any(of_rank[which] != digests[0][which] for of_rank in digests) for which in range(2)]
     told = [outlines]
     if any(differ):
@@ -207,15 +228,18 @@ def _divided(
         tensors = {name: tensor.of_ranks(holders[name]) for name, tensor in tensors.items()}
     paths = {name: path for of_rank, _ in tensors_of_ranks for name, path in of_rank.items()}
     paths |= {name: path for of_rank in values_of_ranks for name, (path, _) in of_rank.items()}
-    tree = {
+    tree: dict[str, Any] = {
         PATHS: {name: tuple(path) for name, path in paths.items()},
         RANKS: {name: ranks[0] for name, ranks in value_holders.items() if ranks[0]},
+        OWN: [name for name, ranks in value_holders.items() if not values_of_ranks[ranks[0]][name][1]],
     }
     state = FlatState(tensors, aliases, tree, {name: ranks[0] for name, ranks in holders.items()}, group=group)
     history_of(state).run_id = run_by_tensors((name, ()) for name in sorted(paths))
-    own = {name: value for name, value in contents.values.items() if value_holders[name][0] == rank}
-    values = {"client_state": own} if rank == 0 else {"rank_state": own or None}
-    return state, replace(options, **values)
+    first = {name: value for name, value in contents.values.items() if value_holders[name][0] == rank}
+    own = {name: contents.values[name] for name in tree[OWN] if name in contents.values}
+    if rank == 0:
+        return state, replace(options, client_state=first, rank_state=own or None)
+    return state, replace(options, rank_state={**first, **own} or None)
 
 
 def _holders(of_ranks: Sequence[Mapping[str, object]]) -> dict[str, list[int]]:
@@ -245,5 +269,6 @@ def _differing(name: str, fingerprints: Mapping[int, bytes]) -> StateError:
     ranks = [rank for rank, value in fingerprints.items() if value == other]
     return StateError(
         f"{name} is another value on rank {first_few(ranks, 5)} than on rank {first}", key=name,
-        hint='what each rank has of its own needs a name of its own, such as f"loader.{rank}"',
+        hint=f"per_rank=[{name!r}] keeps that of each rank; or give each a name of its own, such as "
+        f"{name + '.{rank}'!r}",
     )  # fmt: skip

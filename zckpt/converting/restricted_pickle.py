@@ -17,6 +17,7 @@ has cut the file off meanwhile. Tensors with many elements are not read at all: 
 from __future__ import annotations
 
 import io
+import os
 import pickle
 import re
 import struct
@@ -28,6 +29,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_map_only
 
 from zckpt.converting.source import AS_WRITTEN, COPY_AGAIN, check_regular
 from zckpt.engines.tensors import dtype_name
@@ -35,7 +37,7 @@ from zckpt.errors import FormatError, MissingFileError, UnsupportedError, ZckptE
 from zckpt.format.limits import NDIM_MAX
 from zckpt.state.inventory import FileRange
 from zckpt.storage.files import read_at
-from zckpt.transfer.stored import GAP_BYTES, read_strided, stored_storage
+from zckpt.transfer.stored import GAP_BYTES, read_strided, stored_storage, with_values
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -194,6 +196,15 @@ def load(path: str) -> Any:
         raise from_os_error(error, "read", path) from error
     except Exception as error:  # A damaged archive can make zipfile raise almost any error.
         raise FormatError(f"this is not a whole file of torch.save: {error}", file=path, hint=COPY_AGAIN) from error
+
+
+def loads(raw: bytes | memoryview) -> Any:
+    """Returns what was saved in the bytes of a file, with all tensors in memory. Raises FormatError, and
+    UnsupportedError."""
+    with os.fdopen(os.memfd_create("zckpt"), "wb") as file:
+        file.write(raw)
+        file.flush()
+        return tree_map_only(torch.Tensor, with_values, load(f"/proc/self/fd/{file.fileno()}"))
 
 
 class _File(io.FileIO):

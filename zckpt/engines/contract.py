@@ -60,6 +60,12 @@ class StateAdapter(ABC):
     than this half.
     """
 
+    if_replicas_differ = (
+        "training keeps them equal: look for a rank that has loaded other weights, or does not take part in the "
+        "exchange of gradients"
+    )
+    """The hint of the error if several ranks hold a tensor that should be the same on them, and is not."""
+
     def __init__(self, engine: Any) -> None:
         """Changes nothing, and must not fail."""
         self.engine = engine

@@ -21,7 +21,7 @@ from zckpt.plan.coalesce import plan_reads
 from zckpt.plan.reshard import Wanted, piece_ranges
 from zckpt.progress import Progress, reported
 from zckpt.reading.extra_state import extra_state
-from zckpt.reading.state_dict import Values, plan_load
+from zckpt.reading.state_dict import Values, own_rank, plan_load
 from zckpt.reading.targets import checked_target, empty_tensor
 from zckpt.state.inventory import BUFFER, MASTER, PARAM, STATE, unconverted
 from zckpt.transfer.budget import Budget, flag
@@ -495,13 +495,13 @@ class Checkpoint(Mapping[str, TensorInfo]):
         """
         left = "the tensors in the state dict have undefined values, and its plain values are unchanged"
         with self._advised():
-            plan, values = plan_load(self, state_dict, strict=strict), Values(self)
+            plan, values = plan_load(self, state_dict, strict=strict), Values(self, own_rank(self))
             loaded = [(leaf, copy.deepcopy(values[name])) for name, leaf in plan.values.items()]
             self.contents.check_sizes(info for _, info, span, _ in plan.tensors if span.numel)
         requests = [ReadRequest(info, span, target) for _, info, span, target in plan.tensors if span.numel]
         nbytes = sum(request.span.numel * request.info.item_bytes for request in requests)
         with self._advised(left), reported(progress, "load", nbytes) as advance:
-            self.fill(requests, verify=verify, advance=advance)
+            self.fill(requests, rank=own_rank(self), verify=verify, advance=advance)
         for leaf, value in loaded:
             leaf.container[leaf.key] = value
         return plan.left
@@ -510,6 +510,7 @@ class Checkpoint(Mapping[str, TensorInfo]):
         self,
         requests: Sequence[ReadRequest],
         *,
+        rank: int | None = None,
         verify: bool | None = None,
         advance: Callable[[int], None] = lambda nbytes: None,
     ) -> None:
@@ -520,17 +521,19 @@ class Checkpoint(Mapping[str, TensorInfo]):
 
         Args:
             requests: as for ``read``.
+            rank: as for ``read``.
             verify: as for ``load``.
             advance: as for ``read``.
 
         Raises:
             ZckptError: the tensors cannot be loaded. ``load`` lists these errors.
         """
-        self.read([each for each in requests if lies_in_order(each.target)], verify=verify, advance=advance)
+        in_order = [each for each in requests if lies_in_order(each.target)]
+        self.read(in_order, rank=rank, verify=verify, advance=advance)
         for request in requests:
             if not lies_in_order(request.target):
                 values = fresh_tensor(request.target.shape, request.target.dtype, request.target.device)
-                self.read([request._replace(target=values)], verify=verify, advance=advance)
+                self.read([request._replace(target=values)], rank=rank, verify=verify, advance=advance)
                 set_in_place(request.target, values)
 
     def read(

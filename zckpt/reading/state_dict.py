@@ -6,7 +6,9 @@ from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from zckpt.engines.state_dict.flat import PATHS, RANKS, STATE_DICT, held_span, leaves_of, name_of
+import torch.distributed as dist
+
+from zckpt.engines.state_dict.flat import OWN, PATHS, RANKS, STATE_DICT, held_span, leaves_of, name_of
 from zckpt.engines.tensors import local_of
 from zckpt.errors import CastError, FormatError, MismatchError
 from zckpt.format.names import CLIENT_RANK_STATE, CLIENT_STATE
@@ -42,14 +44,25 @@ def paths_of(checkpoint: Checkpoint) -> dict[str, tuple[str | int, ...]]:
     return paths
 
 
+def own_rank(checkpoint: Checkpoint) -> int | None:
+    """Returns the number of this rank, if the checkpoint was written by as many ranks as the job has, or None."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank() if dist.get_world_size() == checkpoint.world_size else None
+    return 0 if checkpoint.world_size == 1 else None
+
+
 class Values(Mapping[str, Any]):
     """The plain values of a checkpoint by name, those of all ranks. What a single rank has written is read when it is
     asked for."""
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: Checkpoint, rank: int | None = None) -> None:
+        """``rank``: the rank whose own values are returned, of those of which each rank has its own. None means rank
+        0, or the first rank that has such a value."""
         root = checkpoint.state if isinstance(checkpoint.state, dict) else {}
         self._common = _map(root.get(CLIENT_STATE, {}), CLIENT_STATE, checkpoint)
         self._ranks = _map(_tree(checkpoint).get(RANKS, {}), f"{STATE_DICT}.{RANKS}", checkpoint)
+        own = _tree(checkpoint).get(OWN, [])
+        self._own = {name: rank for name in own if isinstance(name, str)} if isinstance(own, list) else {}
         self._checkpoint = checkpoint
         self._read: dict[int, dict[str, Any]] = {}
 
@@ -60,16 +73,22 @@ class Values(Mapping[str, Any]):
         return len({**self._common, **self._ranks})
 
     def __getitem__(self, name: str) -> Any:
+        own = self._own.get(name)
+        if own is not None and name in self._of_rank(own):
+            return self._of_rank(own)[name]
         if name in self._common:
             return self._common[name]
         rank = self._ranks[name]
         if type(rank) is not int or rank not in range(self._checkpoint.world_size):
             raise FormatError(f"state: {STATE_DICT}.{RANKS} has no rank of {name}", file=self._checkpoint.path)
+        if name not in self._of_rank(rank):
+            raise FormatError(f"state: {name} is not in the tree of rank {rank}", file=self._checkpoint.path)
+        return self._of_rank(rank)[name]
+
+    def _of_rank(self, rank: int) -> dict[str, Any]:
         if rank not in self._read:
             self._read[rank] = self._checkpoint.map_of_rank(rank, CLIENT_RANK_STATE) or {}
-        if name not in self._read[rank]:
-            raise FormatError(f"state: {name} is not in the tree of rank {rank}", file=self._checkpoint.path)
-        return self._read[rank][name]
+        return self._read[rank]
 
 
 def _tree(checkpoint: Checkpoint) -> dict[str, Any]:

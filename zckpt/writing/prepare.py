@@ -342,6 +342,7 @@ class Preparation:
             warn(f"{error.message}: the checkpoint has that of rank 0, which every rank gets in a resume")
         if any(of_rank.replicas for of_rank in plans):
             error = _differing_replicas([of_rank.replicas for of_rank in plans])
+            error.hint = self.adapter.if_replicas_differ
             if not self.options.leave_out:
                 raise error
             warn(f"{error.message}: the checkpoint has the values of the first of these ranks")
@@ -499,6 +500,4 @@ def _differing_replica(key: str, known: Mapping[int, bytes]) -> StateError:
     return StateError(
         f"{key} has other values on rank {first_few(ranks, 5)} than on rank {first}, "
         "though these ranks hold the same elements of it", key=key,
-        hint="training keeps them equal: look for a rank that has loaded other weights, or does not take part in the "
-        "exchange of gradients",
     )  # fmt: skip

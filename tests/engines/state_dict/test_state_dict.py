@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
 import zckpt
+from tests.support.state_dicts import WEIGHT, blank, gathered, nested
 from tests.support.torch_models import make_state, train
 from zckpt.engines.state_dict.flat import leaves_of
 from zckpt.engines.tensors import local_of
@@ -23,33 +23,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.support.cluster import Cluster
-
-WEIGHT = torch.arange(15.0).reshape(5, 3)
-
-
-def nested() -> dict[str, Any]:
-    """Returns a state dict with a leaf of every kind."""
-    return {
-        "model": {"a.weight": WEIGHT, "tied": WEIGHT, "turned": WEIGHT.t(), "empty": torch.empty(0, 3)},
-        "optim": {
-            "state": {0: {"step": torch.tensor(4.0), "exp_avg": WEIGHT.bfloat16(), "seen": torch.tensor([True])}},
-            "param_groups": [{"lr": 0.1, "betas": (0.9, 0.99), "params": [0], "found": None}],
-        },
-        "list": [{"x": WEIGHT + 1}, 5, [WEIGHT + 2, "text"]],
-        "plain": [1, 2, "x"],
-        "array": np.arange(4),
-        "epoch": 3,
-        "nothing": {},
-    }
-
-
-def blank(value: Any) -> Any:
-    """Returns the same containers with zeros and without plain values."""
-    if isinstance(value, torch.Tensor):
-        return torch.zeros_like(value)
-    if isinstance(value, dict):
-        return {key: blank(item) for key, item in value.items()}
-    return [blank(item) for item in value] if isinstance(value, list) else None
 
 
 def test_a_nested_state_dict_comes_back(tmp_path: Path) -> None:
@@ -232,6 +205,8 @@ def refusals(path: str) -> None:
     for state_dict, message in cases:
         with pytest.raises(zckpt.ZckptError, match=message):
             zckpt.write_state_dict(state_dict, path)
+    with pytest.raises(zckpt.RankError, match="the ranks have different per_rank arguments"):
+        zckpt.write_state_dict({"v": 1}, path, per_rank=["v"] if rank else [])
 
 
 def test_ranks_that_differ_are_named(cluster: Cluster, tmp_path: Path) -> None:
@@ -286,11 +261,6 @@ def write_training(path: str, layout: str) -> Any:
     zckpt.write_state_dict(state_dict_of(state), path)
     zckpt.write(state, f"{path}-engine")
     return gathered(state_dict_of(state))
-
-
-def gathered(state_dict: dict[str, Any]) -> dict[str, Any]:
-    leaves = {name: leaf.value for name, leaf in leaves_of(state_dict).items()}
-    return {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in leaves.items()}
 
 
 def load_training(path: str, layout: str) -> Any:

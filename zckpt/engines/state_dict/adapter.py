@@ -1,4 +1,5 @@
-"""The ``StateAdapter`` of a ``FlatState``. All tensors of a state dict belong to the part ``param``."""
+"""The ``StateAdapter`` of a ``FlatState``. The tensors of a state dict belong to the part ``param``. Those of which
+each rank has its own belong to the part ``buffer``, which may have several copies of a tensor."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from zckpt.engines.group import rank_group_of
 from zckpt.engines.state_dict.flat import STATE_DICT
 from zckpt.engines.tensors import dtype_name
 from zckpt.format.names import Tier
-from zckpt.state.inventory import PARAM, Fragment, Inventory
+from zckpt.state.inventory import BUFFER, PARAM, Fragment, Inventory
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -26,7 +27,8 @@ class StateDictAdapter(StateAdapter):
 
     engine: FlatState
     trains = False
-    parts = (PARAM,)
+    parts = (PARAM, BUFFER)
+    if_replicas_differ = 'per_rank=["<name>"] keeps what each rank has, such as the statistics of a BatchNorm'
 
     @staticmethod
     def process_group(engine: FlatState) -> ProcessGroup | None:
@@ -58,8 +60,9 @@ class StateDictAdapter(StateAdapter):
         for name, tensor in self.engine.tensors.items():
             is_empty = 0 in tensor.span.grid.shape and self.engine.first_ranks.get(name, 0) == rank
             if name not in self.engine.aliases and (tensor.span.numel or is_empty):
+                part, copy = (BUFFER, rank) if tensor.own else (PARAM, 0)
                 dtype, tier = dtype_name(tensor.data.dtype, name), _tier(tensor.data)
-                yield Fragment(PARAM, name, dtype, tensor.span, tier, 0, tensor.data, tensor.replicated)
+                yield Fragment(part, name, dtype, tensor.span, tier, copy, tensor.data, tensor.replicated)
 
     def state(self) -> dict[str, Any]:
         return {STATE_DICT: self.engine.tree}

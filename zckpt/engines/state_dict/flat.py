@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -20,16 +21,17 @@ from zckpt.geometry import all_of
 from zckpt.transfer.memory import not_plain
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Collection, Iterator, Sequence
 
     from torch.distributed import ProcessGroup
 
     from zckpt.geometry import Span
 
 Path = tuple[str | int, ...]
-STATE_DICT, PATHS, RANKS = "state_dict", "paths", "ranks"
-"""The tree of a state dict in the state of an engine, and its keys: the path of each leaf by its name, and for each
-plain value that rank 0 does not have, the rank that has written it."""
+STATE_DICT, PATHS, RANKS, OWN = "state_dict", "paths", "ranks", "own"
+"""The tree of a state dict in the state of an engine, and its keys: the path of each leaf by its name; for each plain
+value that rank 0 does not have, the rank that has written it; and the names of the plain values of which each rank has
+its own."""
 
 
 class Leaf(NamedTuple):
@@ -95,6 +97,8 @@ class HeldTensor:
     """These elements, one after the other, in a 1-D tensor."""
     replicated: str = ""
     """The value of ``Fragment.replicated``."""
+    own: bool = False
+    """Whether each rank has values of its own."""
 
     def of_ranks(self, ranks: Sequence[int]) -> HeldTensor:
         """Returns the same, if only these ranks have a tensor of this name."""
@@ -102,10 +106,11 @@ class HeldTensor:
         return replace(self, replicated=label)
 
 
-def held(name: str, tensor: torch.Tensor, ranks: int) -> HeldTensor:
+def held(name: str, tensor: torch.Tensor, ranks: int, local: torch.Tensor | None = None) -> HeldTensor:
     """Returns what this rank holds of a tensor. If its elements do not lie in order, ``data`` is a copy. ``ranks``: the
-    number of ranks that write. Raises UnsupportedError, which names the tensor, for one that cannot be written."""
-    local = local_of(tensor)
+    number of ranks that write. ``local``: the values that are written in the place of those that the tensor has on this
+    rank. Raises UnsupportedError, which names the tensor, for one that cannot be written."""
+    local = local_of(tensor) if local is None else local
     why = not_plain(local)
     if why is not None:
         raise UnsupportedError(f"{name} {why}", hint="keep a dense copy of it, or the tensors that it is made of")
@@ -127,6 +132,16 @@ def held_span(tensor: Any) -> Span:
     return span_of(tensor)
 
 
+def is_whole(tensor: HeldTensor) -> bool:
+    """Returns whether this rank holds all elements of a tensor."""
+    return tensor.span == all_of(tensor.span.grid.shape)
+
+
+def matches(name: str, patterns: Collection[str]) -> bool:
+    """Returns whether one of several names or globs matches a name."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
 @dataclass(frozen=True, slots=True)
 class Contents:
     """What this rank has of a state dict, by the names of its leaves."""
@@ -139,7 +154,8 @@ class Contents:
 
     @classmethod
     def of(cls, state_dict: Mapping[Any, Any], ranks: int) -> Contents:
-        """Returns the contents of a state dict. Raises the errors of ``leaves_of`` and ``held``."""
+        """Returns the contents of a state dict. ``ranks``: as for ``held``. Raises the errors of ``leaves_of`` and
+        ``held``."""
         leaves = leaves_of(state_dict)
         return cls(
             {name: held(name, leaf.value, ranks) for name, leaf in leaves.items() if leaf.is_tensor},
@@ -147,12 +163,20 @@ class Contents:
             {name: leaf.path for name, leaf in leaves.items()},
         )
 
+    def with_own(self, per_rank: Collection[str]) -> Contents:
+        """Returns the same, with the plain tensors that a name or glob in ``per_rank`` matches as each rank's own."""
+        tensors = {
+            name: replace(tensor, replicated="", own=True) if is_whole(tensor) and matches(name, per_rank) else tensor
+            for name, tensor in self.tensors.items()
+        }
+        return replace(self, tensors=tensors)
+
     def aliases(self) -> dict[str, str]:
         """Returns, for each name of a tensor that has the same memory as one before it, the name of that one."""
         first: dict[tuple[object, ...], str] = {}
         aliases = {}
         for name, tensor in self.tensors.items():
-            if tensor.data.numel():
+            if tensor.data.numel() and not tensor.own:
                 place = tensor.data.data_ptr(), tensor.data.device, tensor.data.dtype, tensor.span
                 if first.setdefault(place, name) != name:
                     aliases[name] = first[place]
