@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zckpt.engines.contract import Selection
+from zckpt.engines.state_dict.flat import STATE_DICT
 from zckpt.format.names import CLIENT_STATE
 from zckpt.listing.runs import newest_to_resume
 from zckpt.plan.select import part_of
@@ -133,7 +134,8 @@ def plan_restore(
     roles = matched.changed_roles() if MASTER in names and trains else []
     misfits = matched.problems(roles) if request.strict or matched.restores_nothing else []
     if saved is None and trees:
-        against = [f"{', '.join(trees)}: not in the checkpoint; repair keeps no such state where the manifest was lost"]
+        why = "a state dict has no such state, and repair keeps none where the manifest was lost"
+        against = [f"{', '.join(trees)}: not in the checkpoint; {why}"]
     else:
         against = restoring.problems()
     problems = [*misfits, *told(against, "parts of the other state do not fit")]
@@ -187,7 +189,8 @@ def engine_state(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
     checkpoint is not one of an engine."""
     root = checkpoint.state if isinstance(checkpoint.state, dict) else {}
     engine, client_state = root.get("engine"), root.get(CLIENT_STATE)
-    return engine if isinstance(engine, dict) and isinstance(client_state, dict) else None
+    is_engine = isinstance(engine, dict) and STATE_DICT not in engine
+    return engine if is_engine and isinstance(client_state, dict) else None
 
 
 def _not_dealt_out(checkpoint: Checkpoint, size: int, lost: Sequence[str]) -> str:

@@ -124,6 +124,16 @@ def test_a_write_in_the_background_has_the_values_of_the_call(tmp_path: Path) ->
     assert torch.equal(checkpoint.load()["param/w"], torch.ones(1000))
 
 
+def test_weights_go_on_in_a_training(tmp_path: Path) -> None:
+    model, other = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
+    path = zckpt.write_state_dict(model.state_dict(), tmp_path / "c")
+    state = zckpt.TrainState(other, torch.optim.SGD(other.parameters()))
+    with pytest.raises(zckpt.MismatchError, match=r"a state dict has no such state(?s:.*)parts=\["):
+        zckpt.restore(state, path)
+    zckpt.restore(state, path, parts=["param"])
+    assert frozen(other.state_dict()) == frozen(model.state_dict())
+
+
 def test_older_state_dicts_of_the_same_names_are_removed(tmp_path: Path) -> None:
     for step in range(4):
         zckpt.write_state_dict({"w": torch.ones(3) * step}, tmp_path / f"s{step}", step=step, keep_last=2)
