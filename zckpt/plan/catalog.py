@@ -110,23 +110,28 @@ def pack(value: RankRecord) -> bytes:
         for columns in value.piece_columns
     ]
     files = [[f.part, f.tier, f.nbytes, f.data_start, f.first_block, f.columns_id, f.origin] for f in value.files]
-    raw = msgpack.packb([value.rank, value.digest, value.tensors, piece_columns, files])
+    raw = msgpack.packb([value.rank, value.digest, msgpack.packb(value.tensors), piece_columns, files])
     return zstandard.ZstdCompressor(level=1).compress(raw)
 
 
 def unpack(raws: Iterable[bytes]) -> list[RankRecord]:
     """Returns the records that ``pack`` has packed, in the order of their ranks. A tensor that several ranks have
-    pieces of becomes one object, because a thousand ranks may each have pieces of a thousand tensors."""
+    pieces of becomes one object, because a thousand ranks may each have pieces of a thousand tensors. So does the list
+    of the tensors of several ranks, which is mostly the same."""
     known: dict[Tensor, Tensor] = {}
+    lists: dict[bytes, tuple[Tensor, ...]] = {}
     records = []
     for raw in raws:
         packed = zstandard.ZstdDecompressor().decompress(raw)
-        rank, digest, tensors, piece_columns, files = msgpack.unpackb(packed, use_list=False)
+        rank, digest, packed_tensors, piece_columns, files = msgpack.unpackb(packed, use_list=False)
+        if packed_tensors not in lists:
+            tensors = msgpack.unpackb(packed_tensors, use_list=False)
+            lists[packed_tensors] = tuple(known.setdefault(tensor, tensor) for tensor in tensors)
         records.append(
             RankRecord(
                 rank,
                 digest,
-                tuple(known.setdefault(tensor, tensor) for tensor in tensors),
+                lists[packed_tensors],
                 tuple(PieceColumns(*(np.frombuffer(column, "<i8") for column in columns)) for columns in piece_columns),
                 tuple(FileRecord(part, Tier(tier), *rest) for part, tier, *rest in files),
             )
