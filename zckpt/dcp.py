@@ -150,7 +150,7 @@ class Writer(StorageWriter, AsyncStager):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Writes and commits the checkpoint, together with the other ranks. What ``stage`` has begun is waited for."""
-        items = self._plan.items if self._plan.usable else _cached_items(planner)
+        items = self._plan.items if getattr(self._plan, "usable", True) else _cached_items(planner)
         if self._staged:
             pending, names = self._staged.popleft()
             unknown = sorted({item.index.fqn for item in items}.difference(names))

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from zckpt.listing.contents import TensorInfo
     from zckpt.reading.checkpoint import Checkpoint
 
+_INDICES = range(1 << 20)
 SHOWN_MAX = 5
 """The largest number of problems that an error lists."""
 
@@ -39,7 +40,7 @@ def paths_of(checkpoint: Checkpoint) -> dict[str, tuple[str | int, ...]]:
     """Returns the path of each leaf of the state dict that was written, by its name. It is empty if the checkpoint is
     not one of a state dict. Raises FormatError."""
     paths = _tree(checkpoint).get(PATHS, {})
-    if not isinstance(paths, dict) or not all(isinstance(path, tuple) and path for path in paths.values()):
+    if not isinstance(paths, dict) or not all(map(_is_path, paths.values())):
         raise FormatError(f"state: {STATE_DICT}.{PATHS} is not a map of paths", file=checkpoint.path)
     return paths
 
@@ -49,6 +50,11 @@ def own_rank(checkpoint: Checkpoint) -> int | None:
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank() if dist.get_world_size() == checkpoint.world_size else None
     return 0 if checkpoint.world_size == 1 else None
+
+
+def _is_path(value: object) -> bool:
+    """Returns whether a value is a path. DCP makes a list of so many items as an index in a path says."""
+    return isinstance(value, tuple) and any(value) and all(type(key) is str or key in _INDICES for key in value)
 
 
 class Values(Mapping[str, Any]):

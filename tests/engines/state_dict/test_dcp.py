@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import warnings
 from argparse import Namespace
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -24,12 +25,17 @@ import zckpt
 from tests.support.models import make_engine
 from tests.support.state_dicts import WEIGHT, blank, gathered, nested
 from tests.support.torch_models import held, make_state, train
+from zckpt.api.write import write_engine as write_state
+from zckpt.engines.state_dict.flat import FlatState
+from zckpt.engines.state_dict.flat import held as held_tensor
 from zckpt.testing.engine_definition import frozen
+from zckpt.writing.options import WriteOptions
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.support.cluster import Cluster
+    from tests.support.object_servers import ObjectServer
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -106,6 +112,34 @@ def test_a_flipped_bit_is_noticed(tmp_path: Path) -> None:
     file.write_bytes(raw)
     with refused("DigestError"):
         load({"w": torch.zeros(100)}, tmp_path / "c")
+
+
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [
+        ({"paths": {"w": ("list", 1 << 40)}}, "paths is not a map of paths"),
+        ({"paths": 3}, "paths is not a map of paths"),
+        ({"ranks": {"v": 7}}, "ranks has no rank of v"),
+        ({"ranks": {"v": 0}}, "v is not in the tree of rank 0"),
+    ],
+)
+def test_a_tree_that_was_made_to_do_harm(tmp_path: Path, tree: dict[str, Any], message: str) -> None:
+    """DCP would make a list with as many items as the path says."""
+    state = FlatState({"w": held_tensor("w", WEIGHT, 1)}, {}, tree)
+    write_state(state, tmp_path / "c", WriteOptions())
+    everything: dict[str, Any] = {}
+    with refused(message):
+        load(everything, tmp_path / "c", planner=_EmptyStateDictLoadPlanner())
+
+
+def test_an_object_store(seaweedfs: ObjectServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from tests.support.buckets import use  # needs boto3
+
+    use(seaweedfs, monkeypatch)
+    run = f"s3://{seaweedfs.bucket}{tmp_path}/run"
+    save(nested(), f"{run}/c")
+    load(target := blank(nested()), run)
+    assert frozen(target) == frozen(nested())
 
 
 def test_one_writer_writes_several_checkpoints(tmp_path: Path) -> None:
@@ -304,7 +338,7 @@ def save_in_the_background(path: str) -> None:
     staged = dcp.async_save(
         get_state_dict(state.model, [])[0],
         storage_writer=zckpt.dcp.Writer(f"{path}/b", per_rank=["seen"]),
-        async_stager=DefaultStager(StagingOptions(False, False, False, False)),
+        async_stager=BlockingAsyncStager(),
     )
     staged.result()  # type: ignore[union-attr]
     loaded = {"model": {name: torch.zeros_like(value) for name, value in state_dict["model"].items()}}
@@ -317,6 +351,16 @@ def save_in_the_background(path: str) -> None:
 def test_async_save(cluster: Cluster, tmp_path: Path) -> None:
     cluster.run(save_in_the_background, 2, str(tmp_path))
     assert zckpt.validate(tmp_path / "a").ok
+
+
+def test_a_writer_goes_to_another_process_unless_it_stages(tmp_path: Path) -> None:
+    writer = pickle.loads(pickle.dumps(zckpt.dcp.Writer(tmp_path / "c", step=3)))
+    dcp.save({"w": WEIGHT}, storage_writer=writer)
+    assert zckpt.open(tmp_path / "c").step == 3
+    writer.stage({"w": WEIGHT})
+    with pytest.raises(zckpt.UnsupportedError, match=r"AsyncCheckpointerType\.PROCESS"):
+        pickle.dumps(writer)
+    zckpt.wait()
 
 
 def test_async_save_reports_a_failure(tmp_path: Path) -> None:

@@ -285,7 +285,10 @@ def load_training(path: str, layout: str) -> Any:
     return gathered(state_dict)
 
 
-@pytest.mark.parametrize(("there", "ranks", "here", "others"), [("hsdp", 4, "fsdp", 3), ("rows", 4, "fsdp", 2)])
+@pytest.mark.parametrize(
+    ("there", "ranks", "here", "others"),
+    [("hsdp", 4, "fsdp", 3), pytest.param("rows", 4, "fsdp", 2, marks=pytest.mark.matrix)],
+)
 def test_the_state_dict_of_a_training(
     cluster: Cluster, tmp_path: Path, there: str, ranks: int, here: str, others: int
 ) -> None:
