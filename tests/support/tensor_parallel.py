@@ -126,9 +126,10 @@ class Megatron(nn.Module):
     """A model that cuts its own layers as Megatron does: the vocabulary, a gate and an up projection that are one
     parameter, and the columns of the down projection."""
 
-    def __init__(self, mpu: Mpu | None) -> None:
+    def __init__(self, mpu: Mpu | None, *, patterns: bool = False) -> None:
+        """``patterns``: whether the model describes the cuts by patterns of names, and not by attributes."""
         super().__init__()
-        self.mpu = mpu
+        self.mpu, self.patterns = mpu, patterns
         self.embed = self._cut(torch.randn(VOCAB, HIDDEN), 0)
         self.gate_up = self._cut(torch.randn(2 * HIDDEN, HIDDEN) * 0.3, 0, stride=2)
         self.gate_up_bias = self._cut(torch.randn(2 * HIDDEN), 0, stride=2)
@@ -143,8 +144,23 @@ class Megatron(nn.Module):
         tp, rank = self.mpu.get_model_parallel_world_size(), self.mpu.get_model_parallel_rank()
         own = torch.cat([part.chunk(tp, dim)[rank] for part in full.chunk(stride, dim)], dim)
         parameter: Any = nn.Parameter(own.contiguous())
-        parameter.tensor_model_parallel, parameter.partition_dim, parameter.partition_stride = True, dim, stride
+        parameter.cut = dim, stride
+        if not self.patterns:
+            parameter.tensor_model_parallel, parameter.partition_dim, parameter.partition_stride = True, dim, stride
         return parameter
+
+    def universal_checkpoint_info(self) -> dict[str, Any]:
+        if not self.patterns:
+            return {}
+        return {
+            "vocabulary_parameter_patterns": ["embed"],
+            "parameter_with_2_sub_params_cat_dim_0": ["gate_up$"],
+            "parameter_with_sub_params": [
+                {"patterns": ["gate_up_bias"], "shape": ((HIDDEN, HIDDEN),), "partition_dim": 0}
+            ],
+            "parameter_with_row_parallelism_patterns": ["down$"],
+            "tp_replicated_parameter_patterns": ["down_bias", "norm[.]", "head"],
+        }
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         into, out = lambda x: x, lambda x: x
@@ -171,11 +187,11 @@ def make(
     offload: bool = False,
     **config: Any,
 ) -> Any:
-    """Returns an engine. ``tp``: the number of ranks over which each layer is cut. ``way``: "autotp", or "mpu" or
-    "strided" for the way of Megatron. ``frozen``: whether parameters are frozen that are not cut."""
+    """Returns an engine. ``tp``: the number of ranks over which each layer is cut. ``way``: "autotp", or "mpu",
+    "strided" or "patterns" for the way of Megatron. ``frozen``: whether parameters are frozen that are not cut."""
     mpu = Mpu(tp, strided=way == "strided") if tp > 1 and way != "autotp" else None
     torch.manual_seed(seed)
-    model = Blocks() if way == "autotp" else Megatron(mpu)
+    model = Blocks() if way == "autotp" else Megatron(mpu, patterns=way == "patterns")
     if frozen:
         model.norm.requires_grad_(False)
         model.head.requires_grad_(False)
@@ -219,8 +235,8 @@ def whole(engine: Any, keys: tuple[str, ...] = ADAM) -> dict[str, torch.Tensor]:
             affine = ParamAffineMap.from_dict(described["conversion"]["affine_map"])
             full = affine.rebuild({rank: shard.contiguous() for rank, shard in enumerate(shards)})
             tensors[key] = full.reshape(described["original_shape"])
-        elif getattr(parameter, "tensor_model_parallel", False) and described is None:
-            dim, stride = parameter.partition_dim, parameter.partition_stride
+        elif hasattr(parameter, "cut") and described is None:
+            dim, stride = parameter.cut
             chunks = zip(*(shard.chunk(stride, dim) for shard in shards), strict=True)
             tensors[key] = torch.cat([torch.cat(part, dim) for part in chunks], dim)
         else:

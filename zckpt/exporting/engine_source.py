@@ -5,15 +5,15 @@ from __future__ import annotations
 import sys
 from contextlib import contextmanager
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from zckpt.engines import adapt
 from zckpt.engines.hugging_face import write_config
 from zckpt.engines.peft import adapter_configs
-from zckpt.errors import UnsupportedError
 from zckpt.exporting.plan import SourceTensor
+from zckpt.geometry import Grid
 from zckpt.offloading.away import away, where_it_is
 from zckpt.plan.reshard import StoredPieces
 from zckpt.state.inventory import BUFFER, PARAM, WEIGHT_PARTS, unconverted
@@ -23,14 +23,27 @@ from zckpt.transfer.memory import check_cast, check_fragments
 from zckpt.transfer.torch_dtypes import DTYPE_NAMES, TORCH_DTYPES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping, Sequence
 
     import torch
 
-    from zckpt.geometry import Grid
+    from zckpt.geometry import Sections
     from zckpt.ranks.collectives import Ranks
 
 _DTYPES = list(TORCH_DTYPES)
+
+
+class _Told(NamedTuple):
+    """What a rank tells all other ranks of its tensors."""
+
+    held: bytes
+    """The fragments that the rank holds: a table of int64 numbers with a row for each."""
+    tensors: Sequence[tuple[str, Sequence[int], Sections]] = ()
+    """The name of each tensor that the rank knows, with the shape and the sections of its grid. A row of ``held`` has
+    the position of its tensor in this list. If it is empty, the rank has the tensors of rank 0."""
+    aliases: Mapping[str, str] = {}
+    kept: Sequence[str] = ()
+    """The names of the tensors that are not converted."""
 
 
 class EngineSource:
@@ -44,50 +57,53 @@ class EngineSource:
         """``dtype``: the dtype to which floating point tensors are converted. Weights are then converted from their
         master weights. None means that all tensors keep the dtypes with which the model computes. This is collective.
         Raises the errors that ``zckpt.write`` raises for an engine."""
-        grids: dict[str, Grid] = {}
-        kept: set[str] = set()
 
-        def collect() -> bytes:
+        def collect() -> _Told:
             self.budget = budget or Budget.from_environment()
             adapter = adapt(engine)
             out = away(engine)
             if out is not None:
                 out.refuse_lost("zckpt.export")
             adapter.refuse_unsupported(drop_gradients=True)
-            if adapter.names_differ:
-                raise UnsupportedError(
-                    "the ranks of this engine have different tensors (experts or pipeline stages)",
-                    hint="write a checkpoint with zckpt.write, and export that",
-                )
             synchronize(adapter.devices)
-            inventory = adapter.inventory((PARAM, BUFFER) if dtype is None else None)
-            fragments = [f for f in inventory.fragments if f.part in WEIGHT_PARTS and f.copy == 0]
+            inventory, differ = adapter.inventory((PARAM, BUFFER) if dtype is None else None), adapter.names_differ
+            fragments = [f for f in inventory.fragments if f.part in WEIGHT_PARTS and (f.copy == 0 or differ)]
             self.fragments = [where_it_is(fragment) for fragment in fragments]
             check_fragments(self.fragments)
-            self.aliases = dict(inventory.aliases)
-            kept.update(unconverted(inventory.extra))
             self.module = adapter.module
             self.adapters = adapter_configs(adapter.module)
-            # All ranks get the same names, in one order.
-            grids.update((f.name, f.span.grid) for f in adapter.wanted({}))
+            grids = {f.name: f.span.grid for f in adapter.wanted({})}
             numbers = {name: number for number, name in enumerate(grids)}
-            rows = [(numbers[f.name], f.span.start, f.span.stop, _DTYPES.index(f.dtype)) for f in fragments]
-            return np.array(rows, np.int64).tobytes()
+            rows = [(numbers[f.name], f.span.start, f.span.stop, f.copy, _DTYPES.index(f.dtype)) for f in fragments]
+            held = np.array(rows, np.int64).tobytes()
+            if ranks.rank and not differ:  # The rest would be what rank 0 tells, in the same order.
+                return _Told(held)
+            tensors = [(name, grid.shape, grid.sections) for name, grid in grids.items()]
+            return _Told(held, tensors, dict(inventory.aliases), sorted(unconverted(inventory.extra)))
 
-        tables = [np.frombuffer(raw, np.int64).reshape(-1, 4) for raw in ranks.share(collect, "collect the weights")]
-        rank = np.repeat(np.arange(len(tables)), [len(table) for table in tables])
-        fragment = np.concatenate([np.arange(len(table)) for table in tables])
-        number, start, stop, dtype_number = np.concatenate(tables).T
-        order = _one_holder_each(number, start, stop, rank)
+        of_ranks = [_Told(*told) for told in ranks.share(collect, "collect the weights")]
+        described = {name: (shape, sections) for told in of_ranks for name, shape, sections in told.tensors}
+        self.aliases = {alias: name for told in reversed(of_ranks) for alias, name in told.aliases.items()}
+        kept = {name for told in of_ranks for name in told.kept}
+        numbers = {name: number for number, name in enumerate(described)}
+        tables = []
+        for told in of_ranks:
+            position, *others = np.frombuffer(told.held, np.int64).reshape(-1, 5).T
+            number_at = np.array([numbers[name] for name, *_ in told.tensors or of_ranks[0].tensors], np.int64)
+            tables.append((number_at[position], *others))
+        rank = np.repeat(np.arange(len(tables)), [len(number) for number, *_ in tables])
+        fragment = np.concatenate([np.arange(len(number)) for number, *_ in tables])
+        number, start, stop, copy, dtype_number = map(np.concatenate, zip(*tables, strict=True))
+        order = _one_holder_each(number, start, stop, copy, rank)
         columns = (number, start, stop, rank, fragment, np.zeros_like(number))
         self.held = StoredPieces(*(column[order] for column in columns))
         """The elements of each tensor that each rank holds, as ``plan_messages`` takes them."""
-        self.grids = list(grids.values())
+        self.grids = [Grid(tuple(shape), _as_tuples(sections)) for shape, sections in described.values()]
         """The grid of each tensor."""
         self.sources: dict[str, SourceTensor] = {}
         """The tensors by name, with the dtypes to which they are converted."""
         dtype_numbers = dict(zip(number.tolist(), dtype_number.tolist(), strict=True))
-        for tensor, (name, grid) in enumerate(grids.items()):
+        for tensor, (name, grid) in enumerate(zip(described, self.grids, strict=True)):
             held_dtype = TORCH_DTYPES[_DTYPES[dtype_numbers[tensor]]]
             target_dtype = dtype if dtype and held_dtype.is_floating_point and name not in kept else held_dtype
             check_cast(held_dtype, target_dtype, name)
@@ -110,10 +126,20 @@ class EngineSource:
             yield folder
 
 
-def _one_holder_each(number: np.ndarray, start: np.ndarray, stop: np.ndarray, rank: np.ndarray) -> np.ndarray:
-    """Returns the rows of fragments that together have every element once, ordered by tensor and element. If several
-    ranks hold the same elements, they take turns from one fragment to the next. Each argument is a column."""
-    order = np.lexsort((rank, stop, start, number))
+def _as_tuples(value: Any) -> Any:
+    """Returns a sequence with tuples in the place of all sequences in it."""
+    return tuple(map(_as_tuples, value)) if isinstance(value, list) else value
+
+
+def _one_holder_each(
+    number: np.ndarray, start: np.ndarray, stop: np.ndarray, copy: np.ndarray, rank: np.ndarray
+) -> np.ndarray:
+    """Returns the rows of fragments that together have every element once, ordered by tensor and element. Of a tensor
+    that differs from rank to rank, they have the first copy. If several ranks hold the same elements, they take turns
+    from one fragment to the next. Each argument is a column."""
+    order = np.lexsort((rank, stop, start, copy, number))
+    is_first = number[order] != np.r_[-1, number[order][:-1]]
+    order = order[copy[order] == copy[order][is_first][np.cumsum(is_first) - 1]]
     rows = np.stack((number, start, stop), axis=1)[order]
     first = np.flatnonzero(np.r_[True, (rows[1:] != rows[:-1]).any(axis=1)][: len(rows)])
     holders = np.diff(np.r_[first, len(rows)])

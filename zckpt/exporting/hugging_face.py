@@ -212,7 +212,8 @@ def _fill(model: Any, names: Mapping[str, str], sources: Mapping[str, SourceTens
         raise MismatchError(
             f"this is not a {type(model).__name__} of that configuration: {'; '.join(lines)}",
             hint="give the configuration of the model that was trained, with the changes that the training has made to "
-            "it, such as a larger vocabulary; or give none: then tensors keep their names"
+            "it, such as a larger vocabulary; or give none: then tensors keep their names (a live engine has its own, "
+            "which format='pt' does not use)"
             if prefix is None
             else f"if this model is the module {prefix!r} of the one that was trained, export this module: "
             f"strip_prefix={prefix!r} (--strip-prefix {prefix})",

@@ -9,7 +9,7 @@ import torch
 
 import zckpt
 from tests.support.divided import Setup, check_division, check_stored, restore_whole, write_trained
-from tests.support.tensor_parallel import make, train
+from tests.support.tensor_parallel import HIDDEN, make, train
 from zckpt.testing.engine_definition import frozen
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ AUTOTP: list[tuple[Setup, int]] = [
     ({"tp": 3, "stage": 1}, 6), ({"tp": 1, "stage": 2}, 2), ({"tp": 1, "stage": 3}, 1),
 ]  # fmt: skip
 MPU: list[tuple[Setup, int]] = [
-    ({"way": "mpu", "tp": 2, "stage": 0}, 4), ({"way": "strided", "tp": 2, "stage": 1}, 4),
+    ({"way": "patterns", "tp": 2, "stage": 0}, 4), ({"way": "strided", "tp": 2, "stage": 1}, 4),
     ({"way": "mpu", "tp": 2, "stage": 3}, 2), ({"way": "mpu", "tp": 1, "stage": 2}, 3),
 ]  # fmt: skip
 """Engines, each with a number of ranks."""
@@ -131,6 +131,13 @@ def write_without_description(path: str) -> None:
     engine.module.down.tensor_model_parallel, engine.module.down.partition_dim = True, 2
     with pytest.raises(zckpt.UnsupportedError, match=r"down, whose partition_dim 2 or partition_stride 1 does not fit"):
         zckpt.write(engine, path)
+    engine = make(2, 1, way="patterns")
+    info = engine.module.universal_checkpoint_info()
+    info["parameter_with_sub_params"][0]["shape"] = ((HIDDEN - 1, HIDDEN + 1),)
+    for more, message in (([], r"gate_up_bias, whose parts of \[11, 13\]"), (["affine_map"], "with affine_map")):
+        engine.module.universal_checkpoint_info = info | {key: {} for key in more}
+        with pytest.raises(zckpt.UnsupportedError, match=message):
+            zckpt.write(engine, path)
 
 
 def write_with_a_reason(path: str) -> None:

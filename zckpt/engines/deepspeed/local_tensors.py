@@ -5,12 +5,14 @@ that has the elements of each rank as strided pieces of the whole parameter and 
 code that uses it. Megatron's way, with an object ``mpu`` that knows the ranks, has three attributes on each parameter
 that is cut: ``tensor_model_parallel`` (older: ``model_parallel``, which DeepSpeed reads too), ``partition_dim`` and
 ``partition_stride``. With a stride of n, the dimension is n equal parts one after another, such as the gate and the up
-projection of an MLP, and each of them is cut.
+projection of an MLP, and each of them is cut. If no parameter has these attributes, the module may describe the cuts as
+DeepSpeed's Universal Checkpoint has it: by ``universal_checkpoint_info``, a dict of patterns of names.
 """
 
 from __future__ import annotations
 
 import math
+import re
 import sys
 from functools import cache
 from itertools import accumulate
@@ -20,6 +22,7 @@ from zckpt.engines.deepspeed.experts import divided_by_autoep, process_group_of_
 from zckpt.engines.deepspeed.group import process_group_of_owners
 from zckpt.engines.group import RankGroup, rank_group_of
 from zckpt.engines.local_tensors import LocalTensor
+from zckpt.engines.tensors import unwrapped
 from zckpt.geometry import all_of, section_of
 
 if TYPE_CHECKING:
@@ -33,6 +36,16 @@ INTERVALS_MAX = 1 << 20
 """The most intervals into which one dimension of a parameter is cut. Each takes about 100 bytes of memory."""
 _MAP = "ds_autotp_universal_checkpoint_meta"
 """The attribute in which AutoTP describes how it has cut a parameter."""
+_PARALLEL = ("tensor_model_parallel", "model_parallel")
+"""The attributes of which one says whether a parameter is cut in Megatron's way."""
+_WHOLE = ("tp_replicated_parameter_patterns", "parameter_to_average_patterns")
+_ROW, _TWO_PARTS = "parameter_with_row_parallelism_patterns", "parameter_with_2_sub_params_cat_dim_0"
+_PARTS, _WIDTHS = "parameter_with_sub_params", "sub_param_shard_widths"
+_OTHERS = (
+    "vocabulary_parameter_patterns", "pipeline_replicated_parameter_patterns", "universal_checkpoint_version",
+)  # fmt: skip
+"""The keys of ``universal_checkpoint_info``. The others have no meaning here: a vocabulary is cut in its first
+dimension, as is every parameter that no pattern describes."""
 
 
 def local_tensors_of(
@@ -48,11 +61,13 @@ def local_tensors_of(
     for reason in (*stage.unsupported(parameters), *experts.unsupported(parameters, tensor_ranks.size)):
         raise ValueError(reason)
     # A stage of a pipeline, and a model that AutoTP does not know, may have no layer that is cut.
-    told = tensor_ranks.size == 1 or stage.divided or _autotp_describes(engine)
+    patterns = _patterns_of(engine, parameters) if tensor_ranks.size > 1 else {}
+    told = tensor_ranks.size == 1 or stage.divided or _autotp_describes(engine) or bool(patterns)
     if not told and not any(map(_is_cut, parameters.values())):
         raise ValueError(
             f"tensor parallelism over {tensor_ranks.size} ranks, of which no parameter tells how it is cut (by the "
-            "attributes tensor_model_parallel, partition_dim and partition_stride)"
+            "attributes tensor_model_parallel, partition_dim and partition_stride), and neither does the model (by "
+            "universal_checkpoint_info)"
         )
     local_tensors, group_of = {}, cache(rank_group_of)
     for name, parameter in parameters.items():
@@ -65,7 +80,11 @@ def local_tensors_of(
             copies = f"whole experts of ranks {own.ranks}" if own.size > 1 else ""
             local_tensors[name] = LocalTensor(span, own, copies, same_borders=same_borders)
             continue
-        cut = _cut_of(name, parameter, shape, tensor_ranks) if tensor_ranks.size > 1 else None
+        cut = None
+        if patterns:
+            cut = _cut_by_patterns(name, shape, patterns, tensor_ranks)
+        elif tensor_ranks.size > 1:
+            cut = _cut_of(name, parameter, shape, tensor_ranks)
         span, same_borders = _span_of(name, shape, cut, tensor_ranks.rank)
         tied = stage.tied(name)
         copies = f"tied {tied}" if tied else "owners" if owners.size > 1 else ""
@@ -123,7 +142,21 @@ def _is_cut(parameter: Any) -> bool:
 
 
 def _is_parallel(parameter: Any) -> bool:
-    return bool(getattr(parameter, "tensor_model_parallel", False) or getattr(parameter, "model_parallel", False))
+    return any(getattr(parameter, attribute, False) for attribute in _PARALLEL)
+
+
+def _patterns_of(engine: Any, parameters: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the ``universal_checkpoint_info`` of the model if it has one and nothing else describes the cuts. Raises
+    ValueError if it has what zckpt does not know."""
+    info = getattr(unwrapped(engine.module), "universal_checkpoint_info", None)
+    attributes = any(hasattr(parameter, name) for parameter in parameters.values() for name in (_MAP, *_PARALLEL))
+    if info is None or attributes or _autotp_describes(engine):
+        return {}
+    patterns: Mapping[str, Any] = info() if callable(info) else info
+    unknown = sorted(patterns.keys() - {*_WHOLE, _ROW, _TWO_PARTS, _PARTS, _WIDTHS, *_OTHERS})
+    if unknown:
+        raise ValueError(f"universal_checkpoint_info with {', '.join(unknown)}, which zckpt does not know")
+    return patterns
 
 
 def _cut_of(name: str, parameter: Any, shape: tuple[int, ...], ranks: RankGroup) -> Cut | None:
@@ -149,15 +182,47 @@ def _cut_of(name: str, parameter: Any, shape: tuple[int, ...], ranks: RankGroup)
     return cut_by_map(name, tuple(described["original_shape"]), int(described["partition_dim"]), cut_map)
 
 
+def _cut_by_patterns(name: str, shape: tuple[int, ...], patterns: Mapping[str, Any], ranks: RankGroup) -> Cut | None:
+    """Returns how a parameter is cut by ``universal_checkpoint_info``, or None if each rank holds all of it."""
+
+    def described(key: str) -> bool:
+        return any(re.match(pattern, name) for pattern in patterns.get(key, ()))
+
+    if any(map(described, _WHOLE)):
+        return None
+    if described(_TWO_PARTS):
+        return cut_evenly(name, shape, 0, 2, ranks.size)
+    for entry in patterns.get(_PARTS, ()):
+        pattern = next((pattern for pattern in entry["patterns"] if re.match(pattern, name)), None)
+        if pattern is not None:
+            dim, sizes = int(entry["partition_dim"]), entry["shape"][entry["partition_dim"]]
+            widths = patterns.get(_WIDTHS, {}).get(pattern)
+            if isinstance(sizes, int):
+                return cut_evenly(name, shape, dim, sizes, ranks.size)
+            if widths is None and any(size % ranks.size for size in sizes):
+                raise ValueError(f"{name}, whose parts of {list(sizes)} are not said to be cut unevenly ({_WIDTHS})")
+            return _cut_parts(shape, dim, widths or [[size // ranks.size] * ranks.size for size in sizes])
+    return cut_evenly(name, shape, int(described(_ROW)), 1, ranks.size)
+
+
 def cut_evenly(name: str, shape: tuple[int, ...], dim: int, parts: int, ranks: int) -> Cut:
     """Returns the cut of a parameter of which dimension ``dim`` is ``parts`` equal parts one after another, each of
     them cut evenly. ``shape``: that of the local tensor. ``ranks``: the number of ranks. Raises ValueError, with a
     phrase for an error, if the shape does not fit."""
     if not (0 <= dim < len(shape) and parts > 0 and shape[dim] % parts == 0):
         raise ValueError(f"{name}, whose partition_dim {dim} or partition_stride {parts} does not fit {list(shape)}")
-    width = shape[dim] // parts
-    sections = [tuple((part * width * ranks + rank * width, width) for part in range(parts)) for rank in range(ranks)]
-    return (*shape[:dim], shape[dim] * ranks, *shape[dim + 1 :]), dim, sections
+    return _cut_parts(shape, dim, [[shape[dim] // parts] * ranks] * parts)
+
+
+def _cut_parts(shape: tuple[int, ...], dim: int, widths: Sequence[Sequence[int]]) -> Cut:
+    """Returns the cut of a dimension that is several parts one after another. ``shape``: that of the local tensor.
+    ``widths``: for each part, the number of indices that each rank has of it."""
+    starts = list(accumulate(map(sum, widths), initial=0))
+    sections = [
+        tuple((start + sum(part[:rank]), part[rank]) for start, part in zip(starts, widths, strict=False))
+        for rank in range(len(widths[0]))
+    ]
+    return (*shape[:dim], starts[-1], *shape[dim + 1 :]), dim, sections
 
 
 def cut_by_map(name: str, shape: tuple[int, ...], dim: int, cut_map: Mapping[str, Any]) -> Cut:
