@@ -230,8 +230,9 @@ def first_few(things: Sequence[object], count: int, rest: str = " and {} more") 
 
 OPEN_FILES_HINT = (
     "this process has as many files and connections open as it may: raise its limit (`ulimit -n 65536`, or nofile in "
-    "/etc/security/limits.conf) before the job starts; a rank needs fewer than 100 for messages, and one "
-    "for every other rank while they send each other tensors"
+    "/etc/security/limits.conf) before the job starts; a rank needs up to 70 connections for messages, "
+    "as many again for each of writes in the background and copies (copy_to), and one for every other rank while ranks "
+    "send each other tensors"
 )
 
 _TOO_MANY_FILES = {errno.EMFILE, errno.ENFILE}

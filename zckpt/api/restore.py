@@ -262,10 +262,10 @@ def restore_engine(engine: object, path: Place, request: Request) -> tuple[Resto
                     )
                 path = Chosen(*found)
             opened = path.opened
-        first, first_equal = ranks.decide_each(prepare, _compare, "prepare the restore")
+        first, same_as = ranks.decide_each(prepare, _compare_problems, "prepare the restore")
         (plan,) = plans
         if first is not None:
-            raise _mismatch(plan, first, first_equal, ranks)
+            raise _mismatch(plan, first, same_as, ranks)
         kept = {fragment.key for fragment in plan.match.wanted} - {fragment.key for fragment in plan.match.filled}
         bring_back_to_restore(engine, kept, ranks, request.budget)
         rank_of_writer = ranks.rank if plan.checkpoint.world_size == ranks.size else None
@@ -350,7 +350,7 @@ def _plan(engine: object, opened: Callable[[], tuple[Store, Contents]], request:
     return plan
 
 
-def _compare(reports: Sequence[Sequence[str]]) -> tuple[tuple[int, str] | None, dict[int, int]]:
+def _compare_problems(reports: Sequence[Sequence[str]]) -> tuple[tuple[int, str] | None, dict[int, int]]:
     """Compares what all ranks have found. Returns the first rank that has found problems, and its problems. For each
     rank with problems, also returns the first rank that has the same ones. ``reports``: for each rank, a text with its
     problems, and the save id of its checkpoint. Raises RankError if the ranks have different checkpoints."""
@@ -364,19 +364,19 @@ def _compare(reports: Sequence[Sequence[str]]) -> tuple[tuple[int, str] | None, 
     return next(((rank, problems) for problems, rank in first.items()), None), equal
 
 
-def _mismatch(plan: RestorePlan, first: tuple[int, str], first_equal: int | None, ranks: Ranks) -> Exception:
+def _mismatch(plan: RestorePlan, first: tuple[int, str], same_as: int | None, ranks: Ranks) -> Exception:
     """Returns the error that this rank raises if any rank has found problems. If several ranks have the same problems,
     the first of them lists them, and the others only name that rank. Otherwise a thousand ranks would print the same
-    list a thousand times. ``first`` and ``first_equal``: what ``_compare`` has returned for all ranks and for this
-    one."""
+    list a thousand times. ``first``: the first rank with problems, and its problems. ``same_as``: the first rank with
+    the problems of this one, or None if this one has none."""
     message = "the checkpoint does not fit the engine; nothing was changed"
-    if first_equal == ranks.rank:
+    if same_as == ranks.rank:
         listed = "\n  ".join(plan.problems)
         return MismatchError(f"{message}:\n  {listed}", file=plan.checkpoint.path, rank=ranks.job_rank, hint=plan.hint)
-    lister, problems = first if first_equal is None else (first_equal, "\n".join(plan.problems))
+    listed_on, problems = first if same_as is None else (same_as, "\n".join(plan.problems))
     line = problems.partition("\n")[0].partition("; the first")[0]
-    message = f"{message}: {line}; rank {ranks.members[lister]} lists all that differs"
-    error_class, rank = (RankError, ranks.members[lister]) if first_equal is None else (MismatchError, ranks.job_rank)
+    message = f"{message}: {line}; rank {ranks.members[listed_on]} lists all that differs"
+    error_class, rank = (RankError, ranks.members[listed_on]) if same_as is None else (MismatchError, ranks.job_rank)
     return error_class(message, file=plan.checkpoint.path, rank=rank, hint=plan.hint)
 
 

@@ -226,9 +226,9 @@ def write_engine(
         return facts
 
     with ranks.undivided():
-        agreed, of_rank = ranks.decide_each(prepare, prepared.agree, "prepare the write")
+        agreed, own = ranks.decide_each(prepare, prepared.agree, "prepare the write")
         prepared.find_machines(agreed, ranks)
-        _, described = ranks.decide_each(lambda: prepared.plan(agreed, of_rank), prepared.describe, "plan the write")
+        _, described = ranks.decide_each(lambda: prepared.plan(agreed, own), prepared.describe, "plan the write")
         # The ranks have agreed by now on whether they write in the background.
         writing_ranks = Ranks(group, channel=BACKGROUND, call=call) if options.background else ranks
         if options.copy_to is not None:
@@ -243,7 +243,7 @@ def write_engine(
             return prepared.begin(described)
 
         try:
-            spaces = ranks.decide(begin, lambda spaces: {n: spaces[n] for n in prepared.leaders}, "begin the write")
+            spaces = ranks.decide(begin, prepared.of_leaders, "begin the write")
             ranks.together(lambda: prepared.join(spaces), "begin the write")
             if pending is None:
                 finish(Snapshot())

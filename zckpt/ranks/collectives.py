@@ -13,7 +13,7 @@ import msgpack
 from zckpt import errors
 from zckpt.errors import RankError, ZckptError
 from zckpt.ranks.interrupts import Interrupts
-from zckpt.ranks.tree import Answer, Report, children, for_branches, joined
+from zckpt.ranks.tree import Answer, StepReport, children, for_branches, joined
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -119,9 +119,9 @@ class Ranks:
         return self._group is not None and self._group.closed
 
     def undivided(self) -> AbstractContextManager[None]:
-        """Inside this block, Ctrl-C is raised only while an action of ``share`` or ``together`` runs, or at the end of
-        the block. If it were raised while this rank waits for others, the others would wait forever. So a Ctrl-C after
-        the last action does not end what the ranks do together. This may be used once for each object."""
+        """Inside this block, Ctrl-C is raised only while the action of a step runs (``decide``, ``together``), or at
+        the end of the block. If it were raised while this rank waits for others, the others would wait forever. So a
+        Ctrl-C after the last action does not end what the ranks do together. This may be used once for each object."""
         return self._interrupts.held()
 
     def exchange(
@@ -197,8 +197,8 @@ class Ranks:
 
         If everything that can fail is in the actions of successive calls, all ranks leave at the same call.
         """
-        told = self._step(action, lambda results: (_pack(decide(results)), {}), doing, interruptible)
-        return cast("D", _unpack(told.common))
+        answer = self._step(action, lambda results: (_pack(decide(results)), {}), doing, interruptible)
+        return cast("D", _unpack(answer.common))
 
     def decide_each(
         self,
@@ -211,13 +211,13 @@ class Ranks:
         """Does what ``decide`` does. But ``decide`` returns a value for all ranks and one for each rank, by its number.
         Returns the first one and that of this rank, which is None if there is none for it."""
 
-        def answer(results: list[T]) -> tuple[bytes, dict[int, bytes]]:
+        def packed(results: list[T]) -> tuple[bytes, dict[int, bytes]]:
             common, each = decide(results)
             return _pack(common), {rank: _pack(own) for rank, own in each.items()}
 
-        told = self._step(action, answer, doing, interruptible)
-        own = told.each.get(self.rank)
-        return _unpack(told.common), None if own is None else _unpack(own)
+        answer = self._step(action, packed, doing, interruptible)
+        own = answer.each.get(self.rank)
+        return _unpack(answer.common), None if own is None else _unpack(own)
 
     def _step(
         self,
@@ -235,57 +235,58 @@ class Ranks:
             _unpack(packed)  # a result that cannot be sent is an error of this rank
             return packed
 
-        def answer(results: Mapping[int, bytes]) -> Answer:
-            return Answer(*decide([_unpack(results[rank]) for rank in range(self.size)]))
+        def decided(results: Mapping[int, bytes]) -> Answer:
+            return Answer(*decide([_unpack(results.get(rank, _NONE)) for rank in range(self.size)]))
 
         group = self._group
         if group is None:
-            return answer({0: run()})
+            return decided({0: run()})
         with group.lives.shown(doing, self._call):
-            return self._told(group, run, answer, doing)
+            return self._run_step(group, run, decided, doing)
 
-    def _told(
-        self, group: Group, action: Callable[[], bytes], answer: Callable[[Mapping[int, bytes]], Answer], doing: str
+    def _run_step(
+        self, group: Group, action: Callable[[], bytes], decided: Callable[[Mapping[int, bytes]], Answer], doing: str
     ) -> Answer:
         """Runs the action of a step, and tells the other ranks. Returns the answer of rank 0."""
         error: BaseException | None = None
         step = f"{self._call}, to {doing}"
         try:
-            own = Report(step, {self.rank: action()})
+            result = action()
+            own = StepReport(step, {} if result == _NONE else {self.rank: result})
         except BaseException as caught:  # raised again below, once the other ranks know
-            error, own = caught, Report(step, failure=(self.rank, _said(caught)), failures=1)
+            error, own = caught, StepReport(step, failure=(self.rank, _said(caught)), failures=1)
         below = children(self.rank, self.size)
 
-        def exchange() -> Answer:
+        def up_and_down() -> Answer:
             nonlocal error
-            reports = [Report(*_unpack(message)) for message in group.collect()]
+            reports = [StepReport(*_unpack(message)) for message in group.collect()]
             report = joined(own, [*zip(below, reports, strict=True)])
             if self.rank:
-                told = Answer(*_unpack(group.ask(_pack(report))))
+                answer = Answer(*_unpack(group.ask(_pack(report))))
             elif report.failures or report.other:
-                told = Answer(report=report._replace(results={}))
+                answer = Answer(report=report._replace(results={}))
             else:
                 try:
-                    told = answer(report.results)
+                    answer = decided(report.results)
                 except BaseException as caught:
-                    error = caught
-                    told = Answer(report=Report(step, failure=(0, _said(caught)), failures=1, error=_described(caught)))
-            group.answer([*map(_pack, for_branches(told, self.rank, below))])
-            return told
+                    error, failed = caught, StepReport(step, failure=(0, _said(caught)), failures=1)
+                    answer = Answer(report=failed, error=_described(caught))
+            group.answer([*map(_pack, for_branches(answer, self.rank, below))])
+            return answer
 
         try:
-            told = self._waiting(group, doing, exchange)
+            answer = self._waiting(group, doing, up_and_down)
         except RankError as lost:
             raise error or lost from None
         if error is not None:
             raise error
-        if told.report is not None:
-            raise self._error(Report(*told.report), doing)
-        return told
+        if answer.report is not None:
+            raise self._error(answer, StepReport(*answer.report), doing)
+        return answer
 
-    def _error(self, report: Report, doing: str) -> ZckptError:
-        if report.error is not None:
-            name, message, facts = report.error
+    def _error(self, answer: Answer, report: StepReport, doing: str) -> ZckptError:
+        if answer.error is not None:
+            name, message, facts = answer.error
             error: ZckptError = getattr(errors, name)(message, **facts)
             return error
         if report.other is not None:
@@ -311,6 +312,9 @@ def _unpack(packed: bytes) -> Any:
     return msgpack.unpackb(packed, unicode_errors="surrogatepass", strict_map_key=False)
 
 
+_NONE = _pack(None)
+
+
 def _said(error: BaseException) -> str:
     """Returns the text of an error for other ranks. It can always be encoded, even if the name of a file has bytes that
     are not UTF-8."""
@@ -321,15 +325,16 @@ def _said(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}".encode(errors="backslashreplace").decode()
 
 
-def _described(error: BaseException) -> tuple[str, str, dict[str, Any]] | None:
+def _described(error: BaseException) -> tuple[str, str, dict[str, str | int | None]] | None:
     """Returns what another rank needs to make an equal error, or None if it is not one of zckpt."""
-    if not isinstance(error, ZckptError):
+    if not isinstance(error, ZckptError) or getattr(errors, type(error).__name__, None) is not type(error):
         return None
-    return (
-        type(error).__name__,
-        error.message,
-        {name: getattr(error, name) for name in ZckptError.__annotations__ if name != "message"},
-    )
+    names = [name for name in ZckptError.__annotations__ if name != "message"]
+    facts = {name: getattr(error, name) for name in names}
+    plain = {
+        name: value if value is None or isinstance(value, (str, int)) else str(value) for name, value in facts.items()
+    }
+    return type(error).__name__, error.message, plain
 
 
 def check_equal(values: Sequence[object], what: str) -> None:

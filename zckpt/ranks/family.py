@@ -12,13 +12,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 SLOT_BYTES = 1024
-"""Each message begins with a slot of this many bytes, because gloo gathers and scatters tensors of one size only. The
-rest of longer messages follows, padded to the longest of them."""
+"""The size of the slots in which messages are exchanged first, because gloo gathers and scatters tensors of one size
+only. If a message does not fit into its slot, all members exchange their whole messages, padded to the longest."""
 
 _HEADER = struct.Struct("<qq")
 _FITTING_BYTES = SLOT_BYTES - _HEADER.size
 _GO_ON = -1
-"""Is told by the parent instead of the length of a message, if a child has to send the whole of its long message."""
+"""Stands in the slots of the parent in the place of the length, if the message of any child does not fit. Then every
+child sends its whole message."""
 
 
 class Family:
@@ -76,4 +77,5 @@ class Family:
 
 
 def _slot(length: int, longest: int, message: bytes) -> bytes:
-    return (_HEADER.pack(length, longest) + message[:_FITTING_BYTES]).ljust(SLOT_BYTES, b"\0")
+    fitting = message if len(message) <= _FITTING_BYTES else b""
+    return (_HEADER.pack(length, longest) + fitting).ljust(SLOT_BYTES, b"\0")

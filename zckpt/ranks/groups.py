@@ -53,11 +53,12 @@ default process group of the job for which it was made."""
 
 
 class Group:
-    """The groups of gloo in which a rank exchanges messages with its parent and its children (``tree``), in one thread
-    at a time. The engine's own group may be one of NCCL, which cannot send host memory. torch.distributed does not know
-    these groups, because it names groups by counting them, and ranks may have made different numbers of groups.
+    """A group of ranks that exchange messages along a tree (``tree``), in one thread at a time. For this, a rank is in
+    up to two groups of gloo: one with its parent and the parent's other children, and one with its own children. The
+    engine's own group may be one of NCCL, which cannot send host memory. torch.distributed does not know the groups of
+    gloo, because it names groups by counting them, and ranks may have made different numbers of groups.
 
-    ``connect`` makes a group of gloo of these ranks, which all of them call at the same time."""
+    ``connect(ranks)`` makes a group of gloo of the given ranks. All of them call it at the same time."""
 
     def __init__(
         self, rank: int, size: int, connect: Callable[[Sequence[int]], tuple[Any, _Addresses]], lives: Lives

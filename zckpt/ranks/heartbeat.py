@@ -1,7 +1,7 @@
 """Signs of life: they tell which rank goes on, and which rank has died or hangs.
 
 Every rank that is inside a call of zckpt keeps an entry in the store of the job. The entry says that the rank is
-inside, and how many steps it has taken. While a rank waits for other ranks, it watches those to which it is connected
+inside, and how many steps it has taken. While a rank waits for other ranks, it watches its parent and its children
 (``tree``). So at least one rank sees which rank takes no more steps, and tells the others.
 """
 
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from zckpt.errors import RankError, first_few
 from zckpt.ranks.tree import children, neighbors
-from zckpt.system.threads import Watcher, waits_within_bounds
+from zckpt.system.threads import Watcher
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -55,6 +55,29 @@ def sign_of_life() -> None:
     """Notes that this process has taken a step: a read or a write has ended."""
     global _steps  # noqa: PLW0603  that one of several at the same time is lost does not matter
     _steps += 1
+
+
+_ends: dict[object, float] = {}
+"""When each of the waits of ``bounded_wait`` ends at the latest."""
+
+
+@contextmanager
+def bounded_wait(seconds: float) -> Iterator[None]:
+    """Inside this block, but for at most ``seconds``, a thread of this process waits for something that ends by itself,
+    such as a request to a server that cannot be reached and is asked again and again. Other ranks do not take this rank
+    for one that hangs meanwhile."""
+    wait = object()
+    _ends[wait] = time.monotonic() + seconds
+    try:
+        yield
+    finally:
+        del _ends[wait]
+
+
+def is_in_bounded_wait() -> bool:
+    """Returns whether any thread is in such a block, and its time is not over."""
+    now = time.monotonic()
+    return any(end > now for end in list(_ends.values()))
 
 
 def timeout_seconds() -> int:
@@ -188,7 +211,7 @@ class Lives:
         with _using_the_store():
             self._show()
             self._await_neighbors()
-        self._watcher = Watcher(self._exchange, "zckpt-life")
+        self._watcher = Watcher(self._beat, "zckpt-life")
         self._watcher.start()
 
     def _await_neighbors(self) -> None:
@@ -226,7 +249,7 @@ class Lives:
         finally:
             self._waits = False
 
-    def _exchange(self) -> None:
+    def _beat(self) -> None:
         """Writes and reads the entries until the object is closed. It runs in a thread of its own, because all other
         threads may be busy or hang."""
         try:
@@ -234,7 +257,7 @@ class Lives:
                 self._beats += 1
                 with self._lock:
                     was_here, self._here = self._here, self._doing is not None
-                    if self._waits or waits_within_bounds():
+                    if self._waits or is_in_bounded_wait():
                         sign_of_life()
                     if was_here or self._here:
                         self._show()
@@ -274,17 +297,17 @@ class Lives:
         late = [rank for rank, (_, heard) in self._heard.items() if heard < since]
         if late and self._waits_since < since:
             self._said = True
-            if self._is_to_say(late):
+            if self._says_it(late):
                 names = [self._members[rank] for rank in late]
                 _say_late(self._members[self._rank], names, self._call, self._doing or "go on", self._timeout)
 
-    def _is_to_say(self, late: Sequence[int]) -> bool:
+    def _says_it(self, late: Sequence[int]) -> bool:
         """Returns whether this rank prints the message about these ranks. The parent of late ranks prints it. If a
         parent is late, its first child that is present does."""
         if late[-1] > self._rank:
             return True
-        siblings = children(late[0], self._rank)
-        return all(entry[0] == "0" for entry in self._entries(siblings).values())
+        earlier = [rank for rank in children(late[0], len(self._members)) if rank < self._rank]
+        return all(entry[0] == "0" for entry in self._entries(earlier).values())
 
     def check(self) -> None:
         """Raises RankError if a watched rank has shown no sign of life for too long, or if another rank says so about

@@ -9,7 +9,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 FAN_OUT = 32
-"""The largest number of children of a rank."""
+"""The largest number of children of a rank. Gloo connects all members of a group with each other, so a rank has up to
+twice as many connections for the messages of one channel."""
 
 
 def parent(rank: int) -> int:
@@ -29,32 +30,30 @@ def family(rank: int, size: int) -> list[int]:
 
 
 def neighbors(rank: int, size: int) -> list[int]:
-    """Returns the ranks to which a rank is connected: its parent and its children."""
+    """Returns the ranks with which a rank exchanges messages: its parent and its children."""
     return [*([parent(rank)] if rank else ()), *children(rank, size)]
 
 
-class Report(NamedTuple):
+class StepReport(NamedTuple):
     """What a rank and all ranks below it tell their parent at the end of a step."""
 
     step: str
     """What the rank does, in words. All ranks have to do the same."""
     results: Mapping[int, bytes] = {}
-    """The result of each rank, packed."""
+    """The result of each rank, packed. Ranks whose result is None are left out."""
     other: tuple[int, str] | None = None
     """A rank that does something else, and what it does."""
     failure: tuple[int, str] | None = None
     """The first rank that has failed, and its error in words."""
     failures: int = 0
     """How many ranks have failed."""
-    error: tuple[str, str, dict[str, Any]] | None = None
-    """The class of the error that all ranks raise, its message and its attributes, if what rank 0 decides is one."""
 
 
-def joined(own: Report, below: Sequence[tuple[int, Report]]) -> Report:
+def joined(own: StepReport, below: Sequence[tuple[int, StepReport]]) -> StepReport:
     """Returns the report of a rank with those of its children, each of which has its number."""
     others = ((child, report.step) if report.step != own.step else report.other for child, report in below)
     reports = [own, *(report for _, report in below)]
-    return Report(
+    return StepReport(
         own.step,
         {rank: result for report in reports for rank, result in report.results.items()},
         next(filter(None, others), None),
@@ -70,8 +69,11 @@ class Answer(NamedTuple):
     """The packed value for all ranks."""
     each: Mapping[int, bytes] = {}
     """The packed values for single ranks."""
-    report: Report | None = None
+    report: StepReport | None = None
     """The report of all ranks, if a rank has failed or does something else."""
+    error: tuple[str, str, dict[str, Any]] | None = None
+    """The error that the decision of rank 0 has raised, from which every rank makes its own one: the class, the message
+    and the attributes."""
 
 
 def for_branches(answer: Answer, rank: int, children: Sequence[int]) -> list[Answer]:

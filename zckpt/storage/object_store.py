@@ -17,6 +17,7 @@ from zckpt.errors import MissingFileError, StorageError, UnsupportedError
 from zckpt.format import names
 from zckpt.format.rules import broken
 from zckpt.progress import logger
+from zckpt.ranks.heartbeat import bounded_wait
 from zckpt.storage.buffers import scatter
 from zckpt.storage.contract import ANYTHING, Entry, IOCount, Store, Upload
 from zckpt.storage.object_client import (
@@ -29,7 +30,6 @@ from zckpt.storage.object_client import (
 )
 from zckpt.storage.object_errors import NO_BUCKET, PAST_THE_END, REFUSED, Errors, without_secrets
 from zckpt.storage.object_writer import ObjectWriter
-from zckpt.system.threads import bounded_wait
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -149,7 +149,8 @@ class ObjectStore(Store):
     @contextmanager
     def errors(self, action: str, path: str, start: int | None = None, stop: int | None = None) -> Iterator[None]:
         """Inside this block, every error of obstore becomes one of zckpt, which names the file. While requests are
-        repeated, this rank counts as alive, because each of them ends by itself."""
+        repeated, this rank counts as alive, because each of them ends by itself. An upload repeats each request itself,
+        and is called as often as ``ATTEMPTS`` says."""
         seconds = ATTEMPTS * (RETRY_SECONDS + TIMEOUT_SECONDS)
         with bounded_wait(seconds), Errors(action, str(self.location.child(path)), start, stop):
             yield

@@ -1,5 +1,5 @@
 """Threads whose end is waited for: even if the wait is interrupted, or before the process ends. Also a count of what
-several threads have done, and waits that end by themselves."""
+several threads have done."""
 
 from __future__ import annotations
 
@@ -130,29 +130,6 @@ class Watcher:
         self.closed.set()
         if self in _watchers:
             self.wait(timeout)
-
-
-_ends: dict[object, float] = {}
-"""When each of the waits of ``bounded_wait`` ends at the latest."""
-
-
-@contextmanager
-def bounded_wait(seconds: float) -> Iterator[None]:
-    """Inside this block, but for at most ``seconds``, a thread of this process waits for something that ends by itself,
-    such as a request to a server that cannot be reached and is asked again and again. Other ranks do not take this rank
-    for one that hangs meanwhile."""
-    wait = object()
-    _ends[wait] = time.monotonic() + seconds
-    try:
-        yield
-    finally:
-        del _ends[wait]
-
-
-def waits_within_bounds() -> bool:
-    """Returns whether any thread is in such a block, and its time is not over."""
-    now = time.monotonic()
-    return any(end > now for end in list(_ends.values()))
 
 
 @atexit.register

@@ -150,13 +150,13 @@ class Pipeline(Generic[Item]):
         return None
 
     def _next_put(self) -> Callable[[], None] | None:
-        """Returns the step ``put`` of an item that is next in its file. Only if there is none, and no thread does
-        anything that could change this, it is that of any item. Returns None if no item can be put now. The caller
-        holds ``self._changed``."""
+        """Returns the step ``put`` of an item that is next in its file. If no item is next, and no other item is being
+        read or digested, it is that of any item, because otherwise nothing would go on. Returns None if no item can be
+        put now. The caller holds ``self._changed``."""
         place = next((place for place, entry in enumerate(self._digested) if self._is_next(entry[1])), None)
         if place is None:
-            elsewhere = len(self._waiting) + len(self._filling) + len(self._full) + len(self._digested)
-            if not self._digested or self._filling or self._full or self._unfinished > elsewhere:
+            queued = len(self._waiting) + len(self._filling) + len(self._full) + len(self._digested)
+            if not self._digested or self._filling or self._full or self._unfinished > queued:  # A thread works on one.
                 return None
             place = 0
         entry = self._digested[place]

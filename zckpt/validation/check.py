@@ -28,7 +28,7 @@ Unit = tuple[int, int, int]
 next."""
 
 Processes = range | tuple[int, ...]
-"""The numbers of some processes."""
+"""The processes that see the same files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Share:
     """The number of the process, counted from 0."""
     size: int = 1
     """The number of processes."""
-    seers: Sequence[Processes] | None = None
+    holders: Sequence[Processes] | None = None
     """For each rank of the writer, the processes that see its files, which alone check them. None means that all
     processes see all files."""
 
@@ -50,7 +50,7 @@ class Share:
         process that has the unit with ``k`` = 0 does all other checks of the rank, too.
         """
         seen_by: dict[Processes, list[int]] = {}
-        for rank, processes in enumerate(self.seers or repeat(range(self.size), world_size)):
+        for rank, processes in enumerate(self.holders or repeat(range(self.size), world_size)):
             seen_by.setdefault(processes, []).append(rank)
         mine: list[Unit] = []
         for processes, ranks in seen_by.items():

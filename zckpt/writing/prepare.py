@@ -7,7 +7,7 @@ import platform
 from collections import Counter
 from dataclasses import replace
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import msgpack
 import torch
@@ -53,6 +53,8 @@ if TYPE_CHECKING:
     from zckpt.storage.space import Space
     from zckpt.writing.options import WriteOptions
 
+T = TypeVar("T")
+
 SHOWN_MAX = 5
 """The largest number of values that a warning names."""
 LEFT_OUT = "these values are left out of the checkpoints of this engine, because they cannot be kept"
@@ -67,7 +69,8 @@ class Facts(NamedTuple):
     """The digest of the values that the optimizer keeps once for all ranks."""
     client_state: bytes | None
     """The digest of the client_state of this rank, or None if it has none."""
-    machine: str
+    host: str
+    """The boot id of the computer, or its name if it has none."""
     buffers: Mapping[str, bytes]
     """The digest of each buffer. Only rank 0 tells it, or every rank if the names of the tensors differ between
     ranks."""
@@ -98,14 +101,14 @@ class Agreed(NamedTuple):
     """The first rank that has each buffer, and the digest of the buffer there."""
 
 
-class OfRank(NamedTuple):
+class ForRank(NamedTuple):
     """What rank 0 tells one rank before it plans."""
 
     shares: Sequence[tuple[int, int, bool]]
     """For each set of replicas of which the rank holds one: the number of its share, the number of the shares, and
     whether the ranks that hold the set have other values."""
-    ranks_of_machine: int
-    """How many ranks are on the machine of this rank."""
+    ranks_of_host: int
+    """How many ranks are on the computer of this rank."""
 
 
 class Planned(NamedTuple):
@@ -129,8 +132,8 @@ class Planned(NamedTuple):
 
 class Preparation:
     """The steps by which one rank prepares its ``RankWrite``: ``prepare``, ``plan``, ``begin`` and ``join``. What the
-    first three return is sent to rank 0, where ``agree``, ``describe`` and ``spread`` decide what the ranks get for the
-    next step."""
+    first three return is sent to rank 0, where ``agree``, ``describe`` and ``of_leaders`` decide what the ranks get for
+    the next step."""
 
     write: RankWrite
     """This rank's part in the write. ``plan`` makes it."""
@@ -184,7 +187,7 @@ class Preparation:
             [(held.layout, held.values) for held in collected.replicas.values()],
         )  # fmt: skip
 
-    def agree(self, facts_of_ranks: Sequence[Facts]) -> tuple[Agreed, dict[int, OfRank]]:
+    def agree(self, facts_of_ranks: Sequence[Facts]) -> tuple[Agreed, dict[int, ForRank]]:
         """On rank 0, checks that all ranks write the same checkpoint. Returns what ``plan`` gets. Raises RankError."""
         facts = [Facts(*values) for values in facts_of_ranks]
         check_arguments([of_rank.arguments for of_rank in facts])
@@ -205,7 +208,7 @@ class Preparation:
                 holders.setdefault(layout, {})[rank] = values
         differ = {layout: len({*filter(None, held.values())}) > 1 for layout, held in holders.items()}
         numbers = {layout: {rank: number for number, rank in enumerate(held)} for layout, held in holders.items()}
-        machines = Counter(of_rank.machine for of_rank in facts)
+        hosts = Counter(of_rank.host for of_rank in facts)
         agreed = Agreed(
             self._lock.save_id, self._earlier, run_id_of_next_write(self._engine), client_states_differ,
             any(of_rank.scalars != facts[0].scalars for of_rank in facts), buffers,
@@ -214,7 +217,7 @@ class Preparation:
         for rank, of_rank in enumerate(facts):
             layouts = [layout for layout, _ in of_rank.replicas]
             shares = [(numbers[layout][rank], len(numbers[layout]), differ[layout]) for layout in layouts]
-            of_ranks[rank] = OfRank(shares, machines[of_rank.machine])
+            of_ranks[rank] = ForRank(shares, hosts[of_rank.host])
         return agreed, of_ranks
 
     def _describe_state(self, run_id: str) -> None:
@@ -253,10 +256,10 @@ class Preparation:
                 return b""
             raise
 
-    def plan(self, agreed: Agreed, of_rank: OfRank | None) -> Planned:
+    def plan(self, agreed_fields: Sequence[Any], own_fields: Sequence[Any] | None) -> Planned:
         """Plans the files of this rank. Gets what ``agree`` has returned for all ranks and for this one."""
-        assert of_rank is not None, "rank 0 tells every rank its shares"
-        agreed, of_rank = Agreed(*agreed), OfRank(*of_rank)
+        assert own_fields is not None, "rank 0 tells every rank its shares"
+        agreed, own = Agreed(*agreed_fields), ForRank(*own_fields)
         options, collected, rank = self.options, self._collected, self._rank
         self._run_id, self._machines = agreed.run_id, Machines.seen(self._marks)
         self._describe_state(agreed.run_id)
@@ -267,12 +270,12 @@ class Preparation:
             rank_state = {**rank_state, names.CLIENT_RANK_STATE: self._client_rank_state}
         add_rank_tree(rank_state, collected.fragments, rank, self._changes, leave_out=options.leave_out)
         fragments = [f for f in collected.fragments if f.part != BUFFER or self._stores(f, agreed.buffers)]
-        fragments, differing = self._shared_out(fragments, of_rank.shares)
+        fragments, differing = self._shared_out(fragments, own.shares)
         save_id = agreed.save_id
         planned = plan_data_files(fragments, save_id, rank, self._size, block_bytes=BLOCK_BYTES)
         data_files, same = self._reused(planned, agreed.earlier)
         if options.background and options.snapshot_bytes is None:
-            options = replace(options, snapshot_bytes=available_bytes() // 2 // of_rank.ranks_of_machine)
+            options = replace(options, snapshot_bytes=available_bytes() // 2 // own.ranks_of_host)
         machine = self._machines.of(rank).ranks if len(self._machines.all) > 1 else None
         self.write = RankWrite(
             store=self._store, latest_in=self.run if options.latest else None, save_id=save_id, rank=rank,
@@ -294,7 +297,7 @@ class Preparation:
     def _shared_out(
         self, fragments: Sequence[Fragment], own: Sequence[tuple[int, int, bool]]
     ) -> tuple[list[Fragment], dict[bytes, Mapping[str, bytes]]]:
-        """Returns the fragments that this rank writes, and ``Planned.replicas``. ``own``: as in ``OfRank.shares``."""
+        """Returns the fragments that this rank writes, and ``Planned.replicas``. ``own``: as in ``ForRank.shares``."""
         shares: dict[str, Share] = {}
         differing: dict[bytes, Mapping[str, bytes]] = {}
         for (label, held), (number, count, differ) in zip(self._collected.replicas.items(), own, strict=True):
@@ -317,23 +320,27 @@ class Preparation:
                 raise
         return data_files, {}
 
-    def find_machines(self, agreed: Agreed, ranks: Ranks) -> None:
+    def find_machines(self, agreed_fields: Sequence[Any], ranks: Ranks) -> None:
         """Finds out which ranks see the same directory, if each machine may have a disk of its own. Then also commits
         what a crash has left committed on some machines only. This is collective."""
         self._marks: Sequence[tuple[int, str]] = [(0, "")] * self._size
         if self.options.node_local:
             settle(self._store, ranks)
-            self._marks = find_machines(self._store, Agreed(*agreed).save_id, ranks)
+            self._marks = find_machines(self._store, Agreed(*agreed_fields).save_id, ranks)
 
     @property
     def leaders(self) -> list[int]:
         """The ranks that lead a machine each."""
         return [machine.ranks[0] for machine in self._machines.all]
 
+    def of_leaders(self, results: Sequence[T]) -> dict[int, T]:
+        """Returns the results of the leaders, by their ranks."""
+        return {leader: results[leader] for leader in self.leaders}
+
     def describe(self, plans_of_ranks: Sequence[Planned]) -> tuple[None, dict[int, tuple[bytes, bytes, int]]]:
-        """On rank 0, makes and checks the manifest and the index. Returns both, and how many bytes its machine needs,
-        for each other leader. Raises StateError if the optimizers of the ranks differ in a value that is kept once, or
-        replicas in their values."""
+        """On rank 0, makes and checks the manifest and the index. Returns, for each leader but rank 0, both and the
+        bytes that its machine needs. Raises StateError if the optimizers of the ranks differ in a value that is kept
+        once, or replicas in their values."""
         plans = [Planned(*values) for values in plans_of_ranks]
         if any(of_rank.scalars for of_rank in plans):
             error = _differing([of_rank.scalars for of_rank in plans])
@@ -354,7 +361,7 @@ class Preparation:
             + sum(map(len, self.write.described))
             for machine in self._machines.all
         }
-        self.write.needed_bytes = needed.pop(0)
+        self.write.needed_bytes = needed.pop(self._rank)
         return None, {leader: (*self.write.described, needed_bytes) for leader, needed_bytes in needed.items()}
 
     def begin(self, described: tuple[bytes, bytes, int] | None) -> Space | None:
