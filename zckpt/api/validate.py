@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import socket
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing
 from dataclasses import astuple
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from zckpt.errors import CheckpointNotFoundError, FormatError
+from zckpt.errors import CheckpointNotFoundError, FormatError, UnfinishedWriteError
 from zckpt.format import names
 from zckpt.listing.find import find, manifest_of, open_contents
-from zckpt.ranks.collectives import Ranks, check_equal
+from zckpt.ranks.collectives import Ranks, check_arguments, comparable
 from zckpt.restoring.machines import look_for_spread
 from zckpt.restoring.peers import Peers
 from zckpt.storage.location import Location
 from zckpt.storage.schemes import open_store
 from zckpt.transfer.budget import Budget
 from zckpt.validation.check import Share, check_checkpoint
-from zckpt.validation.report import LEVELS, Finding, Level, Report, failures, in_order
+from zckpt.validation.report import LEVELS, Finding, Level, Report, in_order
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from zckpt.listing.contents import Contents
     from zckpt.progress import Progress
     from zckpt.restoring.machines import Spread
+    from zckpt.storage.contract import Store
     from zckpt.storage.location import StrPath
     from zckpt.validation.report import Observation
 
@@ -58,12 +59,12 @@ def validate(
         StorageError: the operating system reports an error when it reads.
         RankError: another rank has failed or is lost, or the ranks have different paths.
     """
-    if level not in LEVELS:
-        raise ValueError(f"level must be one of {', '.join(LEVELS)}, got {level!r}")
     ranks = Ranks(call="zckpt.validate")
-    paths = ranks.share(lambda: str(Location.of(path)), "find the checkpoint")
-    check_equal(paths, "paths")
-    common_path = paths[0]
+    ranks.together(lambda: _check_level(level), "find the checkpoint")
+    arguments = ranks.decide(
+        lambda: comparable(path=str(Location.of(path)), level=level), _equal, "find the checkpoint"
+    )
+    common_path = arguments["path"]
     with ranks.undivided():
         identity, spread, own = _look(common_path, ranks)
         while True:
@@ -88,7 +89,18 @@ def validate(
                 return report
 
 
-def _look(path: str, ranks: Ranks) -> tuple[Sequence[Any], Spread | None, Callable[[], object]]:
+def _check_level(level: str) -> None:
+    if level not in LEVELS:
+        raise ValueError(f"level must be one of {', '.join(LEVELS)}, got {level!r}")
+
+
+def _equal(calls: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Returns the arguments of the ranks, which have to be equal. Raises RankError."""
+    check_arguments(calls)
+    return calls[0]
+
+
+def _look(path: str, ranks: Ranks) -> tuple[Sequence[Any], Spread | None, Callable[[], tuple[Store, Contents]]]:
     """Returns what ``_find`` returns on rank 0. If each machine has the files of its own ranks, also returns the
     checkpoint on all machines, and a function that raises what is wrong with the manifest of this machine."""
     spread, own = look_for_spread(path, ranks)
@@ -128,7 +140,7 @@ def _check(
 
 
 def _check_disk(
-    spread: Spread, own: Callable[[], object], peers: Peers, ranks: Ranks,
+    spread: Spread, own: Callable[[], tuple[Store, Contents]], peers: Peers, ranks: Ranks,
     level: Level, budget: Budget | None, progress: Progress | None,
 ) -> _Checked:  # fmt: skip
     """Checks the files that this machine has, together with the other ranks of the machine. A finding about one of them
@@ -137,8 +149,7 @@ def _check_disk(
     tables = (names.digests_path(manifest.save_id, rank) for rank in range(manifest.world_size))
     share = Share(ranks.rank, ranks.size, [spread.holders[table] or range(ranks.size) for table in tables])
     findings, values, files, bytes_read = _check(lambda: spread.opened(peers)[1], share, level, budget, progress)
-    with suppress(CheckpointNotFoundError):  # The machine may be new.
-        findings += [astuple(Finding.of(error)) for error in failures(own)]
+    findings += [astuple(finding) for finding in _of_this_machine(spread, own)]
     elsewhere = {*spread.missing, *spread.elsewhere}
     machine = f" (on {socket.gethostname()})" if ranks.size > 1 else ""
     named = [
@@ -146,6 +157,21 @@ def _check_disk(
         for rule, message, file, *place in findings
     ]
     return named, values, files, bytes_read
+
+
+def _of_this_machine(spread: Spread, own: Callable[[], tuple[Store, Contents]]) -> list[Finding]:
+    """Returns what is wrong with the manifest of this machine, which may also be new and have none."""
+    try:
+        found = own()[1].manifest
+    except UnfinishedWriteError:
+        return [Finding("F001", "the file is missing", names.MANIFEST)]
+    except CheckpointNotFoundError:
+        return []
+    except FormatError as error:
+        return [Finding.of(error)]
+    if found.save_id == spread.manifest.save_id:
+        return []
+    return [Finding("F001", f"the file is that of another save, of step {found.step}", names.MANIFEST)]
 
 
 def _join(path: str, level: Level, checked: list[_Checked]) -> Report:

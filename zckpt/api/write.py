@@ -299,7 +299,12 @@ def _finish(prepared: Preparation, ranks: Ranks, upload: Upload | None, snapshot
         )
         ranks.together(snapshot.check, "write")  # This rank may have been interrupted while it waited for the others.
         # Nothing is committed before all leaders have prepared, so no machine shows what another one will not show.
-        ranks.together(lambda: prepared.prepare_commit(digests), "commit", interruptible=False)
+        try:
+            ranks.together(lambda: prepared.prepare_commit(digests), "commit", interruptible=False)
+        except BaseException:
+            if ranks.lost:
+                rank_write.leave_in_doubt()
+            raise
         ranks.together(prepared.commit, "commit", interruptible=False)
         ranks.together(prepared.finish, "commit", interruptible=False)
     except BaseException:

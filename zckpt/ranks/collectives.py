@@ -6,6 +6,7 @@ import atexit
 import os
 import sys
 from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import msgpack
@@ -142,9 +143,11 @@ class Ranks:
         try:
             with group.lives.shown(doing, self._call), group.lives.waiting():
                 return action()
-        except RankError:
+        except BaseException as error:
             from zckpt.ranks.groups import forget
 
+            if not isinstance(error, RankError):  # The next messages would be taken for those of this step.
+                group.lives.give_up_self(f"has left this call ({type(error).__name__})")
             forget(self.members, self._channel)
             raise
 
@@ -257,25 +260,20 @@ class Ranks:
             error, own = caught, StepReport(step, failure=(self.rank, _said(caught)), failures=1)
         below = children(self.rank, self.size)
 
-        def up_and_down() -> Answer:
-            nonlocal error
+        def up() -> StepReport | Answer:
             reports = [StepReport(*_unpack(message)) for message in group.collect()]
             report = joined(own, [*zip(below, reports, strict=True)])
-            if self.rank:
-                answer = Answer(*_unpack(group.ask(_pack(report))))
-            elif report.failures or report.other:
-                answer = Answer(report=report._replace(results={}))
-            else:
-                try:
-                    answer = decided(report.results)
-                except BaseException as caught:
-                    error, failed = caught, StepReport(step, failure=(0, _said(caught)), failures=1)
-                    answer = Answer(report=failed, error=_described(caught))
+            return Answer(*_unpack(group.ask(_pack(report)))) if self.rank else report
+
+        def down(answer: Answer) -> None:
             group.answer([*map(_pack, for_branches(answer, self.rank, below))])
-            return answer
 
         try:
-            answer = self._waiting(group, doing, up_and_down)
+            answer = self._waiting(group, doing, up)
+            if isinstance(answer, StepReport):
+                answer, failed = self._decided(answer, decided)
+                error = error or failed
+            self._waiting(group, doing, partial(down, answer))
         except RankError as lost:
             raise error or lost from None
         if error is not None:
@@ -283,6 +281,18 @@ class Ranks:
         if answer.report is not None:
             raise self._error(answer, StepReport(*answer.report), doing)
         return answer
+
+    def _decided(
+        self, report: StepReport, decided: Callable[[Mapping[int, bytes]], Answer]
+    ) -> tuple[Answer, BaseException | None]:
+        """Returns the answer to all ranks, on rank 0, and the error if ``decided`` has failed."""
+        if report.failures or report.other:
+            return Answer(report=report._replace(results={})), None
+        try:
+            return decided(report.results), None
+        except BaseException as error:  # The caller raises it, once the other ranks know.
+            failed = StepReport(report.step, failure=(0, _said(error)), failures=1)
+            return Answer(report=failed, error=_described(error)), error
 
     def _error(self, answer: Answer, report: StepReport, doing: str) -> ZckptError:
         if answer.error is not None:

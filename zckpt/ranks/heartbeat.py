@@ -145,10 +145,16 @@ def meet(store: Store, about: str, rank: int, members: Sequence[int], call: str)
     raise RankError(f"rank {missing} has not come for {timeout} s: every rank must call {call}", rank=missing)
 
 
-def _await(store: Store, keys: list[str], seconds: float, late: Callable[[], None] | None = None) -> bool:
+def _await(
+    store: Store,
+    keys: list[str],
+    seconds: float,
+    late: Callable[[], None] | None = None,
+    meanwhile: Callable[[], None] | None = None,
+) -> bool:
     """Returns whether all these keys are in the store within ``seconds``. Calls ``late`` once if they are not there
-    after ``WAITING_SECONDS``. It asks again and again, because no other thread can use the store while one thread waits
-    in it."""
+    after ``WAITING_SECONDS``, and ``meanwhile`` again and again. It asks again and again, because no other thread can
+    use the store while one thread waits in it."""
     began, pause = time.monotonic(), 0.001
     while not store.check(keys):
         waited = time.monotonic() - began
@@ -157,6 +163,8 @@ def _await(store: Store, keys: list[str], seconds: float, late: Callable[[], Non
         if late is not None and waited > WAITING_SECONDS:
             late()
             late = None
+        if meanwhile is not None:
+            meanwhile()
         time.sleep(pause)
         pause = min(2 * pause, PERIOD_SECONDS / 4)
     return True
@@ -202,6 +210,8 @@ class Lives:
         """The last number of steps of each rank that is watched, and when it was first seen."""
         self._looked = 0.0
         """When the entries were read the last time."""
+        self._store_gone: float | None = None
+        """When the store could not be used any more."""
         self._verdict: tuple[int, str] | None = None
         self._doing: str | None = None
         """What this rank is doing, or None outside of a call of zckpt."""
@@ -215,11 +225,20 @@ class Lives:
         self._watcher.start()
 
     def _await_neighbors(self) -> None:
-        if not _await(self._store, [self._keys[rank] for rank in self._watched], self._timeout):
-            for rank in self._watched:
-                if not self._store.check([self._keys[rank]]):
-                    number = self._members[rank]
-                    raise RankError(f"rank {number} has not come for {self._timeout} s", rank=number)
+        """Waits until the parent and the children have come. Others wait for this rank meanwhile, so it gives signs of
+        life, and tells them if one of its own has not come."""
+
+        def meanwhile() -> None:
+            sign_of_life()
+            self._show()
+            self._hear_verdict()
+            self.check()
+
+        keys = {rank: self._keys[rank] for rank in self._watched}
+        if not _await(self._store, [*keys.values()], self._timeout, meanwhile=meanwhile):
+            missing = next((rank for rank, key in keys.items() if not self._store.check([key])), self._watched[0])
+            self._give_up(missing, f"has not come for {self._timeout} s", tell=True)
+            self.check()
 
     @contextmanager
     def shown(self, doing: str, call: str) -> Iterator[None]:
@@ -265,8 +284,11 @@ class Lives:
                     self._look()
                     if self._waits and not self._said:
                         self._say_who_is_late()
+            with self._lock:  # This rank will show no more signs of life, and has not died.
+                self._here = False
+                self._show()
         except RuntimeError:
-            self._verdict = self._verdict or (0, _STORE_IS_GONE)
+            self._store_gone = time.monotonic()
 
     def close(self) -> None:
         """Ends the thread, and waits for its end, but no longer than a period. It has to be called when the group is
@@ -288,6 +310,9 @@ class Lives:
             if steps != self._heard[rank][0]:
                 self._heard[rank] = (steps, time.monotonic())
         self._looked = time.monotonic()
+        self._hear_verdict()
+
+    def _hear_verdict(self) -> None:
         if self._store.check([self._verdict_key]):
             gone, _, why = self._store.get(self._verdict_key).decode().partition(" ")
             self._verdict = int(gone), why
@@ -320,6 +345,9 @@ class Lives:
                 # The process of rank 0 may have the store. Then the store hangs with it, and nobody else can be seen.
                 gone = silent[0] if self._looked > time.monotonic() - self._timeout / 2 else 0
                 self._give_up(gone, why, tell=gone != 0)
+            elif self._store_gone is not None and time.monotonic() > self._store_gone + DOUBT_PERIODS * self.period:
+                # The process of rank 0 may have ended well, while its last answer is still on its way to this rank.
+                self._verdict = 0, _STORE_IS_GONE
         if self._verdict is not None:
             rank, why = self._members[self._verdict[0]], self._verdict[1]
             raise RankError(f"rank {rank} {why}; the ranks were to {self._doing or 'begin'}", rank=rank)
@@ -338,7 +366,9 @@ class Lives:
                     self.check()
                     silent = [rank for rank, entry in self._entries(silent).items() if entry == before[rank]]
                 if silent:
-                    self._give_up(silent[0], "has died", tell=True)
+                    # The connection that is lost is most probably one to a parent or a child.
+                    dead = next((rank for rank in silent if rank in self._watched), silent[0])
+                    self._give_up(dead, "has died", tell=True)
                     self.check()
         except RankError as known_error:
             return known_error

@@ -146,6 +146,8 @@ class Pipeline(Generic[Item]):
                     return put
                 if self._full:
                     return partial(self._digest_item, *self._full.popleft())
+                if self._filling:  # Nobody tells when a copy from a device has ended.
+                    return partial(self._finish_item, *self._filling.popleft())
                 self._changed.wait()
         return None
 

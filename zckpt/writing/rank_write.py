@@ -254,6 +254,11 @@ class RankWrite:
             named = names.encode_latest(latest_name(store.location, self.latest_in.location))
             self._prepared.append(self.latest_in.prepare(names.LATEST, named, digits))
 
+    def leave_in_doubt(self) -> None:
+        """Is called if this leader has not heard whether all others have prepared, because a rank was lost. If they
+        have, one of them may commit. So what is prepared here stays, as after ``commit_prepared``."""
+        self._in_doubt = self.machine is not None and bool(self._prepared)
+
     def commit_prepared(self) -> None:
         """The second step, on a leader: commits. Raises LockedError if another writer has taken over the lock. That
         writer has removed the prepared manifest, or it reads the committed manifest before it removes anything. If
