@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -115,7 +116,7 @@ def cp(
         return digest(raw + repr(selected_keys).encode(errors="backslashreplace"))
 
     with ranks.undivided(), ExitStack() as exchange:
-        check_arguments(ranks.share(arguments, "prepare the copy"))
+        ranks.decide(arguments, check_arguments, "prepare the copy")
         spread = find_spread(source, ranks)[0] if ranks.size > 1 else None
         if spread is None:
             origin = open_store(ranks.first(lambda: str(find(source).location.absolute()), "find the checkpoint"))
@@ -124,7 +125,7 @@ def cp(
             peers = exchange.enter_context(Peers(None, origin.reader(), "zckpt.cp"))
         target = open_store(Location.of(destination).absolute())
         with advised(origin):
-            check_equal(ranks.share(prepare, "open the checkpoint"), "checkpoints, or keys")
+            ranks.decide(prepare, partial(check_equal, what="checkpoints, or keys"), "open the checkpoint")
             (copy,) = copies
             lock = WriteLock(target, copied=copy.save_id)
             if copy.selection is not None:
