@@ -89,6 +89,9 @@ def cp(
     """
     ranks = Ranks(call="zckpt.cp")
     copies: list[Copy] = []
+    rank_records: list[bytes] = []
+    digests: list[tuple[int, bytes]] = []
+    """What rank 0 needs of all ranks to begin and to commit the copy. Both lists are empty on other ranks."""
 
     def arguments() -> dict[str, object]:
         paths = {"source": source, "destination": destination}
@@ -131,11 +134,11 @@ def cp(
             if copy.selection is not None:
                 copy.save_id = ranks.first(lambda: lock.save_id, "plan the copy")
             try:
-                rank_records = ranks.share(copy.rank_records, "plan the copy")
-                space = ranks.first(lambda: copy.begin(lock, [*chain(*rank_records)]), "begin the copy")
+                ranks.decide(copy.rank_records, lambda of_ranks: rank_records.extend(chain(*of_ranks)), "plan the copy")
+                space = ranks.first(lambda: copy.begin(lock, rank_records), "begin the copy")
                 ranks.together(lambda: join(target, copy.save_id, ranks.rank, 0, space), "begin the copy")
-                digests = ranks.share(copy.write, "copy")
-                ranks.first(lambda: copy.commit([*chain(*digests)]), "commit")
+                ranks.decide(copy.write, lambda of_ranks: digests.extend(chain(*of_ranks)), "copy")
+                ranks.first(lambda: copy.commit(digests), "commit")
             finally:
                 copy.remove()
     return str(target.location)
