@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -88,6 +89,9 @@ def cp(
     """
     ranks = Ranks(call="zckpt.cp")
     copies: list[Copy] = []
+    rank_records: list[bytes] = []
+    digests: list[tuple[int, bytes]] = []
+    """What rank 0 needs of all ranks to begin and to commit the copy. Both lists are empty on other ranks."""
 
     def arguments() -> dict[str, object]:
         paths = {"source": source, "destination": destination}
@@ -115,7 +119,7 @@ def cp(
         return digest(raw + repr(selected_keys).encode(errors="backslashreplace"))
 
     with ranks.undivided(), ExitStack() as exchange:
-        check_arguments(ranks.share(arguments, "prepare the copy"))
+        ranks.decide(arguments, check_arguments, "prepare the copy")
         spread = find_spread(source, ranks)[0] if ranks.size > 1 else None
         if spread is None:
             origin = open_store(ranks.first(lambda: str(find(source).location.absolute()), "find the checkpoint"))
@@ -124,17 +128,17 @@ def cp(
             peers = exchange.enter_context(Peers(None, origin.reader(), "zckpt.cp"))
         target = open_store(Location.of(destination).absolute())
         with advised(origin):
-            check_equal(ranks.share(prepare, "open the checkpoint"), "checkpoints, or keys")
+            ranks.decide(prepare, partial(check_equal, what="checkpoints, or keys"), "open the checkpoint")
             (copy,) = copies
             lock = WriteLock(target, copied=copy.save_id)
             if copy.selection is not None:
                 copy.save_id = ranks.first(lambda: lock.save_id, "plan the copy")
             try:
-                rank_records = ranks.share(copy.rank_records, "plan the copy")
-                space = ranks.first(lambda: copy.begin(lock, [*chain(*rank_records)]), "begin the copy")
+                ranks.decide(copy.rank_records, lambda of_ranks: rank_records.extend(chain(*of_ranks)), "plan the copy")
+                space = ranks.first(lambda: copy.begin(lock, rank_records), "begin the copy")
                 ranks.together(lambda: join(target, copy.save_id, ranks.rank, 0, space), "begin the copy")
-                digests = ranks.share(copy.write, "copy")
-                ranks.first(lambda: copy.commit([*chain(*digests)]), "commit")
+                ranks.decide(copy.write, lambda of_ranks: digests.extend(chain(*of_ranks)), "copy")
+                ranks.first(lambda: copy.commit(digests), "commit")
             finally:
                 copy.remove()
     return str(target.location)

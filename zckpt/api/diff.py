@@ -92,9 +92,9 @@ def diff(
         return opened[0].identity
 
     with ranks.undivided():
-        check_equal(ranks.share(arguments, "compare"), "arguments")
+        ranks.decide(arguments, partial(check_equal, what="arguments"), "compare")
         paths = ranks.first(lambda: [str(find(path).location) for path in (a, b)], "find the checkpoints")
-        check_equal(ranks.share(lambda: prepare(paths), "open the checkpoints"), "checkpoints, or keys")
+        ranks.decide(lambda: prepare(paths), partial(check_equal, what="checkpoints, or keys"), "open the checkpoints")
         (both,) = opened
         shares = ranks.share(lambda: both.compare(ranks.rank, ranks.size, rtol, atol, progress), "compare")
     return both.joined(shares)

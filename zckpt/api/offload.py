@@ -208,7 +208,7 @@ def _reload(
         return comparable(parts=rank_reload.parts)
 
     with ranks.undivided():
-        check_arguments(ranks.share(prepare, "prepare the reload"))
+        ranks.decide(prepare, check_arguments, "prepare the reload")
         rank_reload.bring(ranks)
         out.read_ahead(next_in_use(rank_reload.parts, out.parts, prefetch))
         rank_reload.check(ranks)

@@ -102,9 +102,10 @@ def report(
     checkpoints = ranks.together(
         lambda: [_open(directory, budget) for directory in directories], "open the checkpoints"
     )
-    check_equal(
-        ranks.share(lambda: [checkpoint.manifest.save_id for checkpoint in checkpoints], "compare"), "checkpoints"
-    )
+    ranks.decide(
+        lambda: [checkpoint.manifest.save_id for checkpoint in checkpoints],
+        partial(check_equal, what="checkpoints"), "compare",
+    )  # fmt: skip
     values: list[ValuesByKey] | None = None
     if statistics:
         values, findings = _look(checkpoints, ranks, progress)

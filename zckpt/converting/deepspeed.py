@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zckpt.converting import deepspeed_values, stage_0_names
-from zckpt.converting.deepspeed_division import Division, ranks_of, stages_of
+from zckpt.converting.deepspeed_cuts import INFO, Cuts
+from zckpt.converting.deepspeed_division import Division, RunRanks, ranks_of, stages_of
 from zckpt.converting.deepspeed_experts import Experts
-from zckpt.converting.deepspeed_folder import DeepSpeedFolder, Place, of_type
+from zckpt.converting.deepspeed_folder import Coordinates, DeepSpeedFolder, of_type
 from zckpt.converting.deepspeed_layers import Layers
 from zckpt.converting.deepspeed_model_states import ModelStates
 from zckpt.converting.source import RankPart, Source, file_states, values_of
@@ -59,9 +60,11 @@ class _Reader:
     """Reads one folder. What the conversion of every rank needs is read once and kept."""
 
     def __init__(self, folder: DeepSpeedFolder) -> None:
+        # Each step needs what the steps before it have found out: the experts, the ranks that hold each of them, the
+        # layers of a pipeline, the names and shapes of all parameters, and at last how these are divided.
         self._folder = folder
         self._files = file_states(folder.path)
-        first = Place(0, 0)
+        first = Coordinates(0, 0)
         self._model = folder.model(first)
         """The model states of rank 0. Below stage 3 they are those of all ranks of data parallelism."""
         self._file = folder.model_path(first)
@@ -72,71 +75,87 @@ class _Reader:
         folder.check_ranks(data_ranks, model_ranks, sum(file.nbytes for file in self._files.values()))
         config = self._model.get("ds_config")
         self._config: Mapping[str, Any] = config if isinstance(config, dict) else {}
-        self._experts: Experts | None = None
+        self._experts = self._read_experts() if "num_experts" in self._model else None
         with values_of(self._file):
-            if "num_experts" in self._model:
-                saved = self._zero or (self._universal if folder.universal else self._model.get("optimizer"))
-                stage_ranks = data_ranks * model_ranks // stages_of(self._model)
-                self._experts = Experts(folder, self._model, self._groups(saved or {}), stage_ranks)
-            self._division = Division(self._model, self._experts, self._stage)
-        self._layers: Layers | None = None
-        if self._model["module"] is None:
-            self._layers = self._read_layers()
-        shapes = []
+            self._ranks = RunRanks(self._model, self._experts)
+            cuts = Cuts(self._model.get(INFO), self._ranks.tensor_ranks)
+        self._layers = self._read_layers() if self._model["module"] is None else None
         with values_of(self._file):
             self._first = self._states(first)
-        for model in range(model_ranks):
-            with values_of(folder.model_path(Place(0, model))):
-                shapes.append(self._states(Place(0, model)).shapes)
-        self._division.set_shapes(shapes)
+        shapes = []
+        for coordinates in self._of_model_ranks():
+            with values_of(folder.model_path(coordinates)):
+                shapes.append(self._states(coordinates).shapes)
+        with values_of(self._file):
+            self._division = Division(self._ranks, cuts, self._experts, self._stage, shapes)
 
-    def _states(self, place: Place) -> ModelStates:
+    def _of_model_ranks(self) -> list[Coordinates]:
+        """Returns the coordinates of the first rank of each rank of model parallelism."""
+        return [Coordinates(0, model_rank) for model_rank in range(ranks_of(self._model)[1])]
+
+    def _saved_model(self, coordinates: Coordinates) -> dict[str, Any]:
+        """Returns the content of the file with the model states of a rank."""
+        return self._model if self._folder.model_path(coordinates) == self._file else self._folder.model(coordinates)
+
+    def _read_experts(self) -> Experts:
+        """Returns the experts of all ranks."""
+        folder = self._folder
+        with values_of(self._file):
+            data_ranks, model_ranks = ranks_of(self._model)
+            saved = self._zero or (self._universal if folder.universal else self._model.get("optimizer"))
+            stage_ranks = data_ranks * model_ranks // stages_of(self._model)
+            experts = Experts(folder, self._model, self._groups(saved or {}), stage_ranks)
+        for coordinates in self._of_model_ranks():
+            with values_of(folder.model_path(coordinates)):
+                experts.add(coordinates.model_rank, self._saved_model(coordinates))
+        return experts
+
+    def _states(self, coordinates: Coordinates) -> ModelStates:
         """Returns the model states of a rank."""
-        return self._states_of_file(place if self._folder.partitions_weights else self._division.alike(place))
+        own_file = self._folder.partitions_weights
+        return self._states_of_file(coordinates if own_file else self._ranks.alike(coordinates))
 
     @lru_cache(maxsize=1)  # noqa: B019, because there is one reader for each conversion
-    def _states_of_file(self, place: Place) -> ModelStates:
-        """Returns the same for the first rank that has the same ones."""
-        folder, experts, first = self._folder, self._experts, Place(0, 0)
-        in_file = place if folder.partitions_weights else Place(0, place.model)
-        saved = self._model if in_file == first else folder.model(in_file)
+    def _states_of_file(self, coordinates: Coordinates) -> ModelStates:
+        """Returns the same for the first rank that has the same ones. Only the last result is kept, because those of
+        all ranks might take too much memory."""
+        folder, experts = self._folder, self._experts
+        saved = self._saved_model(coordinates)
         if saved["global_steps"] != self._model["global_steps"]:
             steps = f"{saved['global_steps']} and {self._model['global_steps']}"
             raise FormatError(
-                f"this file and that of rank 0 are of different steps: {steps}", file=folder.model_path(place),
+                f"this file and that of rank 0 are of different steps: {steps}", file=folder.model_path(coordinates),
                 hint="put the files of one step into a folder of their own",
             )  # fmt: skip
         if self._layers is not None:
-            more, flat_names = self._layers.tensors(place.model), self._flat_names(place)
+            more, flat_names = self._layers.tensors(coordinates.model_rank), self._flat_names(coordinates)
             return ModelStates(saved, partitions_weights=False, more=more, flat_names=flat_names)
         if experts is None:
             return ModelStates(saved, partitions_weights=folder.partitions_weights)
-        experts.add(place.model, saved)
-        in_stage = self._division.in_stage(place)
-        number = experts.number(in_stage)
+        expert_rank = self._ranks.expert_rank(coordinates)
         states = ModelStates(
             saved, partitions_weights=folder.partitions_weights,
-            more=experts.tensors(number, place.model, saved),
-            name_of=lambda name: experts.global_name(plain_name(name), number), more_aliases=experts.aliases,
+            more=experts.tensors(expert_rank, coordinates.model_rank, saved),
+            name_of=lambda name: experts.global_name(plain_name(name), expert_rank), more_aliases=experts.aliases,
         )  # fmt: skip
-        experts.check(saved, in_stage)
+        experts.check_ep_rank(saved, self._ranks.rank_in_stage(coordinates))
         return states
 
     def _read_layers(self) -> Layers:
         """Returns the layers of a pipeline."""
-        division, names_of_stages = self._division, []
-        for stage in range(division.stages):
-            place = Place(0, stage * division.tensor_ranks)
-            with values_of(self._folder.model_path(place)):
-                saved = self._folder.model(place)
+        ranks, names_of_stages = self._ranks, []
+        for stage in range(ranks.stages):
+            coordinates = Coordinates(0, stage * ranks.tensor_ranks)
+            with values_of(self._folder.model_path(coordinates)):
+                saved = self._folder.model(coordinates)
                 states = ModelStates(saved, partitions_weights=False)
-                trained = self._flat_names(place) or states.flat_shapes
+                trained = self._flat_names(coordinates) or states.flat_shapes
                 names_of_stages.append({*chain(*trained), *states.buffer_names})
         with values_of(self._file):
-            return Layers(self._folder, names_of_stages, division.tensor_ranks)
+            return Layers(self._folder, names_of_stages, ranks.tensor_ranks)
 
     @lru_cache(maxsize=WORLD_SIZE_MAX)  # noqa: B019, because there is one reader for each conversion
-    def _flat_names(self, place: Place) -> list[list[str]]:
+    def _flat_names(self, coordinates: Coordinates) -> list[list[str]]:
         """Returns the names of the parameters of each flat buffer of a stage of a pipeline, if it was without ZeRO. In
         bf16, its optimizer is partitioned too. The result is empty with ZeRO, and then the model states have them."""
         if self._model.get("param_shapes") is not None:
@@ -147,8 +166,9 @@ class _Reader:
                 hint=stage_0_names.HINT,
             )
         names: list[dict[str, None]] = []
-        for data in range(self._division.data_ranks):
-            mappings = of_type(self._folder.zero(Place(data, place.model)), "param_slice_mappings", list)
+        for data_rank in range(self._ranks.data_ranks):
+            zero = self._folder.zero(Coordinates(data_rank, coordinates.model_rank))
+            mappings = of_type(zero, "param_slice_mappings", list)
             names = names or [{} for _ in mappings]
             for of_flat, mapping in zip(names, mappings, strict=True):
                 of_flat.update(dict.fromkeys(map(plain_name, mapping)))
@@ -160,22 +180,22 @@ class _Reader:
             return self._source(first)
 
     @cached_property
-    def _alike(self) -> list[Place]:
-        """The places of the ranks whose local tensors have other names than those of the ranks before them, or of rank
-        0 if all ranks have the same names."""
-        division = self._division
-        places = map(division.alike, map(division.place, range(division.ranks if division.names_differ else 1)))
-        return list(dict.fromkeys(places))
+    def _representatives(self) -> list[Coordinates]:
+        """One rank of each set of ranks that hold the same local tensors (``RunRanks.alike``), or rank 0 alone if all
+        ranks have tensors of the same names."""
+        ranks = self._ranks
+        first_ones = map(ranks.alike, map(ranks.coordinates, range(ranks.world_size if ranks.names_differ else 1)))
+        return list(dict.fromkeys(first_ones))
 
     @cached_property
-    def _joined(self) -> tuple[dict[str, Any], dict[Place, bytes]]:
+    def _joined(self) -> tuple[dict[str, Any], dict[Coordinates, bytes]]:
         """The optimizer's tree of all ranks, if these have tensors of other names, and the digest of the tree of each
-        of the ranks ``_alike``."""
+        of ``_representatives``."""
         trees = []
-        for place in self._alike:
-            with values_of(self._folder.optimizer_path(place)):
-                trees.append(self._read_optimizer(place)[1])
-        digests = dict(zip(self._alike, map(fingerprint, trees), strict=True))
+        for coordinates in self._representatives:
+            with values_of(self._folder.optimizer_path(coordinates)):
+                trees.append(self._read_optimizer(coordinates)[1])
+        digests = dict(zip(self._representatives, map(fingerprint, trees), strict=True))
         return optimizer.joined(trees, leave_out=False) if all(trees) else {}, digests
 
     def _of_modules(self) -> tuple[dict[str, str], list[str], list[str], list[str]]:
@@ -183,9 +203,9 @@ class _Reader:
         tensors, and those of buffers that are not in the files."""
         aliases: dict[str, str] = {}
         names: tuple[dict[str, None], ...] = ({}, {}, {})
-        for place in self._alike:
-            with values_of(self._folder.model_path(place)):
-                states = self._states(place)
+        for coordinates in self._representatives:
+            with values_of(self._folder.model_path(coordinates)):
+                states = self._states(coordinates)
                 aliases = states.aliases | aliases
                 for known, more in zip(names, (states.extra, states.other_values, states.lost_buffers), strict=True):
                     known.update(dict.fromkeys(more))
@@ -209,7 +229,7 @@ class _Reader:
             missing += [_HIDDEN] if optimizer_class is None or optimizer_class in optimizer.DEEPSPEED_CLASSES else []
             missing += [_SCHEDULER] if scheduler is not None and scheduler["class"] is None else []
             missing += [_SCALER] if saved is not None else []
-        if self._first.buffers and not folder.partitions_weights and self._division.ranks > 1:
+        if self._first.buffers and not folder.partitions_weights and self._ranks.world_size > 1:
             missing.append(_BUFFERS)
         missing += [f"{name}, which a module has added to its state_dict: it is no tensor" for name in others]
         missing += [f"{BUFFER}/{name}: DeepSpeed did not save it" for name in lost]
@@ -221,33 +241,34 @@ class _Reader:
             "optimizer": "none" if not first.optimizer else optimizer_class or "unknown",
         }  # fmt: skip
         return Source(
-            folder.path, f"{what}, {mode}", self._division.ranks, state["counters"]["global_steps"],
+            folder.path, f"{what}, {mode}", self._ranks.world_size, state["counters"]["global_steps"],
             aliases, state, client_state, description, tuple(missing), self._files, self.rank,
         )  # fmt: skip
 
     def rank(self, rank: int) -> RankPart:
         """Reads what one rank has."""
-        folder, division, place = self._folder, self._division, self._division.place(rank)
-        with values_of(folder.model_path(place)):
-            states = self._states(place)
-            local_tensors = division.local_tensors(place, states.shapes)
-        with values_of(folder.optimizer_path(place)):
-            flat_values, tree, bound = self._read_optimizer(place)
+        folder, division, ranks = self._folder, self._division, self._ranks
+        coordinates = ranks.coordinates(rank)
+        with values_of(folder.model_path(coordinates)):
+            states = self._states(coordinates)
+            local_tensors = division.local_tensors(coordinates, states.shapes)
+        with values_of(folder.optimizer_path(coordinates)):
+            flat_values, tree, bound = self._read_optimizer(coordinates)
             if self._experts is not None:
-                number = self._experts.number(division.in_stage(place))
-                self._experts.check_values(flat_values, states.weights, local_tensors, number, place.model)
-            if division.names_differ:
+                expert_rank, model_rank = ranks.expert_rank(coordinates), coordinates.model_rank
+                self._experts.check_values(flat_values, states.weights, local_tensors, expert_rank, model_rank)
+            if ranks.names_differ:
                 joined, digests = self._joined
-                if fingerprint(tree) != digests[division.alike(place)]:
+                if fingerprint(tree) != digests[ranks.alike(coordinates)]:
                     raise StateError(
                         f"the optimizer of rank {rank} has other settings or scalars than that of a rank with the same "
                         "parameters", key="optimizer", rank=rank,
                     )  # fmt: skip
                 tree = joined
-            in_flats = division.whole_tensors(place, states.shapes) if folder.universal else local_tensors
+            in_flats = division.whole_tensors(coordinates, states.shapes) if folder.universal else local_tensors
             of_flats = self._of_flats(flat_values, in_flats)
             held = [(fragment, in_flats[fragment.name]) for fragment in of_flats]
-        with values_of(folder.model_path(place)):
+        with values_of(folder.model_path(coordinates)):
             trained = {name for values in flat_values for name in values.flat.names}
             frozen = self._frozen(states, local_tensors, trained)
             held += [(fragment, local_tensors[fragment.name]) for fragment in frozen]
@@ -256,32 +277,34 @@ class _Reader:
                 (_elements(local, fragment), fragment) for fragment, local in held if local.partition_replicated
             ]
             first_client_state, client_state = self._first.client_state, states.client_state
-            own_file = division.alike(place) == place or folder.partitions_weights
+            own_file = ranks.alike(coordinates) == coordinates or folder.partitions_weights
             if own_file:
                 fragments += self._own_buffers(states, rank)
         rank_state: dict[str, Any] = {"optimizer": bound} if bound else {}
         if rank and own_file and fingerprint(client_state) != fingerprint(first_client_state):
             rank_state[names.CLIENT_STATE] = client_state
-        return RankPart(fragments, rank_state, tree, replicas, division.name_of(place))
+        return RankPart(fragments, rank_state, tree, replicas, ranks.name_of(coordinates))
 
-    def _saved_optimizer(self, place: Place) -> Mapping[str, Any] | None:
+    def _saved_optimizer(self, coordinates: Coordinates) -> Mapping[str, Any] | None:
         """Returns what was saved of the optimizer of a rank, or None if there is no optimizer."""
         if self._folder.universal:
             return self._universal
         if self._folder.has_optimizer_files:
-            return self._zero if place == Place(0, 0) else self._folder.zero(place)
+            return self._zero if coordinates == Coordinates(0, 0) else self._folder.zero(coordinates)
         if self._experts is not None:
-            return self._folder.expert_optimizer(self._experts.number(self._division.in_stage(place)), place.model)
-        saved = self._states(place).saved
+            return self._folder.expert_optimizer(self._ranks.expert_rank(coordinates), coordinates.model_rank)
+        saved = self._states(coordinates).saved
         return None if saved.get("optimizer") is None else of_type(saved, "optimizer", dict)
 
-    def _read_optimizer(self, place: Place) -> tuple[list[FlatValues], dict[str, Any], list[dict[str, Any]]]:
+    def _read_optimizer(
+        self, coordinates: Coordinates
+    ) -> tuple[list[FlatValues], dict[str, Any], list[dict[str, Any]]]:
         """Returns the flat buffers of a rank, and what ``optimizer.capture`` and ``optimizer.capture_bound`` return for
         its optimizer."""
-        saved = self._saved_optimizer(place)
+        saved = self._saved_optimizer(coordinates)
         if saved is None:
             return [], {}, []
-        flat_values, groups = list(self._flats(saved, place)), self._groups(saved)
+        flat_values, groups = list(self._flats(saved, coordinates)), self._groups(saved)
         optimizer_class, inner_class = self._optimizer_class(groups)
         live: Any = type(optimizer_class or "unknown", (), {})()
         live.param_groups, live.state = groups, {values.flat.master: values.state for values in flat_values}
@@ -291,29 +314,29 @@ class _Reader:
         tree = {**optimizer.capture(live, flats), "class": optimizer_class}
         return flat_values, tree, optimizer.capture_bound(live, flats)
 
-    def _flats(self, saved: Mapping[str, Any], place: Place) -> Iterator[FlatValues]:
+    def _flats(self, saved: Mapping[str, Any], coordinates: Coordinates) -> Iterator[FlatValues]:
         """Yields the flat buffers of a rank. ``saved``: what was saved of its optimizer."""
-        folder, division, states = self._folder, self._division, self._states(place)
-        local_tensors = division.local_tensors(place, states.shapes)
+        folder, division, states = self._folder, self._division, self._states(coordinates)
+        local_tensors = division.local_tensors(coordinates, states.shapes)
         if folder.universal:
             inner = saved.get("optimizer_state_dict")
             step = inner["state"].get(0, {}).get("step") if isinstance(inner, dict) else None
-            whole_tensors = division.whole_tensors(place, states.shapes)
+            whole_tensors = division.whole_tensors(coordinates, states.shapes)
             yield from deepspeed_values.universal(folder, self._groups(saved), states.flat_shapes, whole_tensors, step)
         elif self._stage == 3:
-            rank = division.rank(place) if division.tells_order else None
+            rank = self._ranks.rank(coordinates) if division.tells_order else None
             yield from deepspeed_values.stage_3(saved, states.flat_shapes, local_tensors, folder, rank)
         elif self._stage:
             offload = self._offloads("optimizer")
             yield from deepspeed_values.stages_1_and_2(saved, states.flat_shapes, local_tensors, offload=offload)
         else:
-            names_of_groups = self._names_at_stage_0(division.alike(place))
+            names_of_groups = self._names_at_stage_0(self._ranks.alike(coordinates))
             yield from deepspeed_values.stage_0(saved, states.weights, names_of_groups, local_tensors)
 
     @lru_cache(maxsize=WORLD_SIZE_MAX)  # noqa: B019, because there is one reader for each conversion
-    def _names_at_stage_0(self, place: Place) -> list[list[str]]:
+    def _names_at_stage_0(self, coordinates: Coordinates) -> list[list[str]]:
         """Returns the names of the parameters of each param group of an optimizer of stage 0."""
-        saved, weights = self._saved_optimizer(place), self._states(place).weights
+        saved, weights = self._saved_optimizer(coordinates), self._states(coordinates).weights
         experts = set() if self._experts is None else set(filter(self._experts.is_expert, weights))
         return [] if saved is None else deepspeed_values.names_at_stage_0(saved, weights, experts)
 
@@ -394,8 +417,8 @@ class _Reader:
             parameter_alignment=bool(zero.get("parameter_alignment", False)),
             cpu_offload=self._offloads("optimizer") and zero["offload_optimizer"]["device"] == "cpu",
             other_dtypes={name: other for name, other in dtypes.items() if other != dtype},
-            groups=self._names_at_stage_0(Place(0, 0)) if saved and unwrapped else None,
-            divided=self._division.names_differ,
+            groups=self._names_at_stage_0(Coordinates(0, 0)) if saved and unwrapped else None,
+            divided=self._ranks.names_differ,
         )  # fmt: skip
 
     def _scheduler(self) -> dict[str, Any] | None:
@@ -426,12 +449,12 @@ class _Reader:
     @cached_property
     def _not_saved(self) -> set[str]:
         """The names of the frozen weights whose values are not in the files."""
-        return self._first.not_saved(self._division.data_ranks)
+        return self._first.not_saved(self._ranks.data_ranks)
 
     @cached_property
     def _zero(self) -> Mapping[str, Any] | None:
         """The content of the file of optimizer states of rank 0, or None if there are no such files."""
-        return self._folder.zero(Place(0, 0)) if self._folder.has_optimizer_files else None
+        return self._folder.zero(Coordinates(0, 0)) if self._folder.has_optimizer_files else None
 
     @cached_property
     def _universal(self) -> Mapping[str, Any]:
@@ -496,10 +519,11 @@ class _Reader:
     def _refuse_unsupported(self) -> None:
         """Raises UnsupportedError if the run used a feature of DeepSpeed that zckpt does not support."""
         model = self._model
-        in_tensors = "num_experts" in model and ranks_of(model)[1] > stages_of(model)
+        has_cut_experts = "num_experts" in model and ranks_of(model)[1] > stages_of(model)
+        without_zero = model.get("param_shapes") is None
         features = [
-            "deepspeed.moe and tensor parallelism" if in_tensors and not model.get("ds_autoep_layers") else "",
-            "experts and tensor parallelism without ZeRO" if in_tensors and model.get("param_shapes") is None else "",
+            "deepspeed.moe and tensor parallelism" if has_cut_experts and not model.get("ds_autoep_layers") else "",
+            "experts and tensor parallelism without ZeRO" if has_cut_experts and without_zero else "",
             "random_ltd" if model.get("random_ltd") is not None else "",
             "curriculum learning (data_sampler)" if model.get("data_sampler") is not None else "",
         ]

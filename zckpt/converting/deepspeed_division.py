@@ -1,5 +1,5 @@
 """How the ranks of a run have divided its model before ZeRO has partitioned it. The numbers of the ranks are those that
-DeepSpeed's own grids give them: the stage of a pipeline counts most, and the tensor-parallel rank least."""
+DeepSpeed itself gives them: the stage of a pipeline counts most, and the tensor-parallel rank least."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from zckpt.converting.deepspeed_cuts import INFO, Cuts
-from zckpt.converting.deepspeed_folder import Place, of_type
+from zckpt.converting.deepspeed_folder import Coordinates, of_type
 from zckpt.engines.group import RankGroup
 from zckpt.engines.local_tensors import LocalTensor
 from zckpt.errors import FormatError
@@ -19,26 +18,25 @@ from zckpt.geometry import all_of, section_of
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from zckpt.converting.deepspeed_cuts import Cuts, Shape
     from zckpt.converting.deepspeed_experts import Experts
     from zckpt.geometry import Span
 
 
-class Division:
-    """The division of one run. ``saved``: the model states of rank 0. ``experts``: the experts, if there are any.
-    ``stage``: the ZeRO stage."""
+class RunRanks:
+    """The ranks of one run: their coordinates, and which of them hold the same local tensors. ``saved``: the model
+    states of rank 0. ``experts``: the experts, if there are any."""
 
-    def __init__(self, saved: Mapping[str, Any], experts: Experts | None, stage: int) -> None:
+    def __init__(self, saved: Mapping[str, Any], experts: Experts | None) -> None:
         self.data_ranks, self.model_ranks = ranks_of(saved)
         self.stages = stages_of(saved)
         """The number of stages of the pipeline."""
         self.tensor_ranks = self.model_ranks // self.stages
         """The number of tensor-parallel ranks in a stage."""
-        self._cuts = Cuts(saved.get(INFO), self.tensor_ranks)
-        self._experts, self._stage = experts, stage
-        self._shapes: Sequence[Mapping[str, tuple[int, ...]]] = ()
+        self._experts = experts
 
     @property
-    def ranks(self) -> int:
+    def world_size(self) -> int:
         """The number of all ranks of the run."""
         return self.data_ranks * self.model_ranks
 
@@ -47,78 +45,96 @@ class Division:
         """Whether ranks have tensors of different names."""
         return self.stages > 1 or (self._experts is not None and self._experts.names_differ)
 
+    def coordinates(self, rank: int) -> Coordinates:
+        """Returns the coordinates of a rank."""
+        rest, tensor_rank = divmod(rank, self.tensor_ranks)
+        stage, data_rank = divmod(rest, self.data_ranks)
+        return Coordinates(data_rank, stage * self.tensor_ranks + tensor_rank)
+
+    def rank(self, coordinates: Coordinates) -> int:
+        """Returns the rank that has these coordinates."""
+        stage, tensor_rank = divmod(coordinates.model_rank, self.tensor_ranks)
+        return (stage * self.data_ranks + coordinates.data_rank) * self.tensor_ranks + tensor_rank
+
+    def rank_in_stage(self, coordinates: Coordinates) -> int:
+        """Returns the number of a rank among those of its stage of the pipeline."""
+        return coordinates.data_rank * self.tensor_ranks + coordinates.model_rank % self.tensor_ranks
+
+    def expert_rank(self, coordinates: Coordinates) -> int:
+        """Returns the number of a rank among those over which the experts are divided. It is 0 if there are none."""
+        return 0 if self._experts is None else self._experts.expert_rank(self.rank_in_stage(coordinates))
+
+    def name_of(self, coordinates: Coordinates) -> str:
+        """Returns a name of the ranks that hold the same local tensors as the one at ``coordinates``, for people."""
+        name = f"model-parallel rank {coordinates.model_rank}"
+        return name if self._experts is None else f"{name}, expert-parallel rank {self.expert_rank(coordinates)}"
+
+    def alike(self, coordinates: Coordinates) -> Coordinates:
+        """Returns the coordinates of the first rank that holds the same local tensors as the one at ``coordinates``."""
+        if self._experts is None or self.tensor_ranks > 1:
+            return Coordinates(0, coordinates.model_rank)
+        return Coordinates(self._experts.holders(coordinates.data_rank).ranks[0], coordinates.model_rank)
+
+
+class Division:
+    """What each rank of one run holds of each parameter.
+
+    Args:
+        ranks: the ranks.
+        cuts: how tensor parallelism has cut the parameters.
+        experts: the experts, if there are any.
+        stage: the ZeRO stage.
+        shapes: the shapes of the parameters that the first rank of each rank of model parallelism holds, by name.
+    """
+
+    def __init__(
+        self, ranks: RunRanks, cuts: Cuts, experts: Experts | None, stage: int, shapes: Sequence[Mapping[str, Shape]]
+    ) -> None:
+        self._ranks, self._cuts, self._experts, self._stage, self._shapes = ranks, cuts, experts, stage, shapes
+
     @property
     def tells_order(self) -> bool:
         """Whether the numbers of the ranks are known. An ``mpu`` may give them to ranks in another order than AutoTP
-        and DeepSpeed's own grids do."""
-        return self.tensor_ranks == 1 or self.stages > 1 or self._cuts.by_autotp
+        and DeepSpeed itself do."""
+        return self._ranks.tensor_ranks == 1 or self._ranks.stages > 1 or self._cuts.by_autotp
 
-    def place(self, rank: int) -> Place:
-        """Returns the place of a rank in the grid of ranks."""
-        rest, tensor_rank = divmod(rank, self.tensor_ranks)
-        stage, data = divmod(rest, self.data_ranks)
-        return Place(data, stage * self.tensor_ranks + tensor_rank)
-
-    def rank(self, place: Place) -> int:
-        """Returns the rank that has a place in the grid of ranks."""
-        stage, tensor_rank = divmod(place.model, self.tensor_ranks)
-        return (stage * self.data_ranks + place.data) * self.tensor_ranks + tensor_rank
-
-    def in_stage(self, place: Place) -> int:
-        """Returns the number of a rank among those of its stage of the pipeline."""
-        return place.data * self.tensor_ranks + place.model % self.tensor_ranks
-
-    def name_of(self, place: Place) -> str:
-        """Returns a name of the ranks that hold the same local tensors as the one at ``place``, for people."""
-        name = f"model-parallel rank {place.model}"
-        if self._experts is None:
-            return name
-        return f"{name}, expert-parallel rank {self._experts.number(self.in_stage(place))}"
-
-    def alike(self, place: Place) -> Place:
-        """Returns the place of the first rank that holds the same local tensors as the rank at ``place``."""
-        if self._experts is None or self.tensor_ranks > 1:
-            return Place(0, place.model)
-        return Place(self._experts.holders(place.data).ranks[0], place.model)
-
-    def set_shapes(self, shapes: Sequence[Mapping[str, tuple[int, ...]]]) -> None:
-        """Sets the shapes of the parameters that the first rank of each rank of model parallelism holds, by name. It is
-        called before ``local_tensors``."""
-        self._shapes = shapes
-
-    def local_tensors(self, place: Place, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, LocalTensor]:
+    def local_tensors(self, coordinates: Coordinates, shapes: Mapping[str, Shape]) -> dict[str, LocalTensor]:
         """Returns what a rank holds of each parameter, before ZeRO partitions it. ``shapes``: the shapes of these
         parameters on the rank."""
-        everyone = RankGroup(None, place.data, tuple(range(self.data_ranks)))
-        holders, number = everyone, 0
-        if self._experts is not None:
-            holders, number = self._experts.holders(self.in_stage(place)), self._experts.number(self.in_stage(place))
-        tensor_rank = place.model % self.tensor_ranks
+        everyone = RankGroup(None, coordinates.data_rank, tuple(range(self._ranks.data_ranks)))
+        expert_rank = self._ranks.expert_rank(coordinates)
+        rank_in_stage = self._ranks.rank_in_stage(coordinates)
+        holders = everyone if self._experts is None else self._experts.holders(rank_in_stage)
+        pipeline_stage, tensor_rank = divmod(coordinates.model_rank, self._ranks.tensor_ranks)
         local_tensors = {}
         for name, shape in shapes.items():
             if self._experts is not None and self._experts.is_expert(name):
                 cut = self._experts.cut_of(name, shape)
-                span = all_of(shape) if cut is None else section_of(*cut, number)
+                span = all_of(shape) if cut is None else section_of(*cut, expert_rank)
                 if span.numel != math.prod(shape):
                     raise FormatError(f"its shape {list(shape)} is not that of the experts of a rank", key=name)
                 local_tensors[name] = LocalTensor(span, holders)
                 continue
-            span, replicated = self._span(place.model, name, shape)
+            span, replicated = self._span(coordinates.model_rank, name, shape)
             owners, first = everyone, not replicated or tensor_rank == 0
             stages = self._stages_with(name)
             if len(stages) > 1:
-                replicated, first = "every stage", first and stages[0] == place.model // self.tensor_ranks
+                replicated, first = True, first and stages[0] == pipeline_stage
             # At stage 0, each file of the optimizer is one of the ranks that have the same experts.
             if self._experts is not None and self._stage == 0 and self._experts.ranks > 1:
-                owners, replicated, first = holders, "every rank", first and number == 0
-            local_tensors[name] = LocalTensor(span, owners, partition_replicated=replicated, writes_partition=first)
+                owners, replicated, first = holders, True, first and expert_rank == 0
+            # Which ranks have replicas does not matter here: the conversion compares all of them.
+            local_tensors[name] = LocalTensor(
+                span, owners, partition_replicated="partition" if replicated else "", writes_partition=first
+            )
         return local_tensors
 
-    def whole_tensors(self, place: Place, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, LocalTensor]:
+    def whole_tensors(self, coordinates: Coordinates, shapes: Mapping[str, Shape]) -> dict[str, LocalTensor]:
         """Returns the whole parameters of which a rank holds a part. The ranks of a stage share them. ``shapes``: as
         for ``local_tensors``."""
-        sharing = RankGroup(None, self.in_stage(place), tuple(range(self.data_ranks * self.tensor_ranks)))
-        stage, local_tensors = place.model // self.tensor_ranks, self.local_tensors(place, shapes)
+        ranks = self._ranks
+        sharing = RankGroup(None, ranks.rank_in_stage(coordinates), tuple(range(ranks.data_ranks * ranks.tensor_ranks)))
+        stage, local_tensors = coordinates.model_rank // ranks.tensor_ranks, self.local_tensors(coordinates, shapes)
         return {
             name: LocalTensor(
                 all_of(local.span.grid.shape), sharing, writes_partition=self._stages_with(name)[0] == stage
@@ -128,22 +144,24 @@ class Division:
 
     def _stages_with(self, name: str) -> list[int]:
         """Returns the stages of the pipeline that have a parameter, which are several for that of a shared module."""
-        if self.stages == 1:
+        ranks = self._ranks
+        if ranks.stages == 1:
             return [0]
-        return [stage for stage in range(self.stages) if name in self._shapes[stage * self.tensor_ranks]]
+        return [stage for stage in range(ranks.stages) if name in self._shapes[stage * ranks.tensor_ranks]]
 
     @lru_cache(maxsize=NAMES_MAX)  # noqa: B019, because there is one division for each conversion
-    def _span(self, model: int, name: str, shape: tuple[int, ...]) -> tuple[Span, str]:
-        """Returns the elements of a parameter that a rank of model parallelism holds. The text beside them is empty
-        unless the other tensor-parallel ranks hold the same ones."""
-        if self.tensor_ranks == 1:
-            return all_of(shape), ""
-        stage, tensor_rank = divmod(model, self.tensor_ranks)
-        of_ranks = self._shapes[stage * self.tensor_ranks : (stage + 1) * self.tensor_ranks]
+    def _span(self, model_rank: int, name: str, shape: Shape) -> tuple[Span, bool]:
+        """Returns the elements of a parameter that a rank of model parallelism holds, and whether there are other
+        tensor-parallel ranks, which hold the same ones."""
+        tensor_ranks = self._ranks.tensor_ranks
+        if tensor_ranks == 1:
+            return all_of(shape), False
+        stage, tensor_rank = divmod(model_rank, tensor_ranks)
+        of_ranks = self._shapes[stage * tensor_ranks : (stage + 1) * tensor_ranks]
         if not all(name in other for other in of_ranks):
             raise FormatError("only some tensor-parallel ranks have this parameter", key=name)
         cut = self._cuts.of(name, [other[name] for other in of_ranks])
-        return (all_of(shape), "every rank") if cut is None else (section_of(*cut, tensor_rank), "")
+        return (all_of(shape), True) if cut is None else (section_of(*cut, tensor_rank), False)
 
 
 def ranks_of(saved: Mapping[str, Any]) -> tuple[int, int]:

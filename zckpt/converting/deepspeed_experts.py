@@ -122,14 +122,14 @@ class Experts:
                     slices = [of_type(file, f"{name}.{expert}", torch.Tensor) for expert, file in files]
                     yield plain_name(name), Stacked(tuple(slices))
 
-    def number(self, rank: int) -> int:
+    def expert_rank(self, rank: int) -> int:
         """Returns the number of a rank among those over which the experts are divided. ``rank``: its number in its
         stage of the pipeline."""
         return rank // self._copies if self._strided else rank % self.ranks
 
     def holders(self, rank: int) -> RankGroup:
         """Returns the ranks of a stage that have the same experts as one of them."""
-        number = self.number(rank)
+        number = self.expert_rank(rank)
         step, first = (1, number * self._copies) if self._strided else (self.ranks, number)
         return RankGroup(None, (rank - first) // step, tuple(range(first, first + self._copies * step, step)))
 
@@ -157,11 +157,11 @@ class Experts:
             raise FormatError("ds_autoep_layers does not have each expert once", key=name)
         return (len(numbers), *shape[1:]), 0, sections
 
-    def check(self, saved: Mapping[str, Any], rank: int) -> None:
+    def check_ep_rank(self, saved: Mapping[str, Any], rank: int) -> None:
         """Raises FormatError if the file of a rank says that it has other experts. ``saved``: its model states.
         ``rank``: its number in its stage of the pipeline."""
         for layer in saved.get("ds_autoep_layers") or ():
-            if self._folder.partitions_weights and layer["ep_rank"] != self.number(rank):
+            if self._folder.partitions_weights and layer["ep_rank"] != self.expert_rank(rank):
                 raise FormatError(f"it has the experts of rank {layer['ep_rank']}", key=layer["expert_key_prefix"])
 
     def check_values(

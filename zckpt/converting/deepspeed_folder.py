@@ -49,12 +49,12 @@ STOCK_OF_EXPERTS = frozenset({"num_experts", "ds_autoep_layers", "folding"})
 """More such keys, if the model has experts. Then there is the first of them."""
 
 
-class Place(NamedTuple):
-    """The place of a rank in the grid of ranks."""
+class Coordinates(NamedTuple):
+    """The numbers that say which part of the work a rank has."""
 
-    data: int
+    data_rank: int
     """The number of the rank among those of data parallelism."""
-    model: int
+    model_rank: int
     """The number of the rank among those of model parallelism: that of its tensor-parallel part of a stage."""
 
 
@@ -74,9 +74,9 @@ class DeepSpeedFolder:
             (int(match[1]), int(match[2] or 0)): os.path.join(path, match.string)
             for match in filter(None, map(_LAYER.fullmatch, names))
         }
-        self._models = _by_place(path, _MODEL, names)
-        self._optimizers = {} if self.universal else _by_place(path, _OPTIMIZER, names)
-        self.partitions_weights = not any(data is None for data, _ in self._models)
+        self._models = _by_coordinates(path, _MODEL, names)
+        self._optimizers = {} if self.universal else _by_coordinates(path, _OPTIMIZER, names)
+        self.partitions_weights = not any(data_rank is None for data_rank, _ in self._models)
         """Whether the folder is of stage 3, in which each rank has its own file of model states."""
 
     @property
@@ -95,50 +95,51 @@ class DeepSpeedFolder:
         of_ranks: list[tuple[Mapping[tuple[int | None, int], str], str, Sequence[int | None]]]
         of_ranks = [(self._optimizers, "optim_states.pt", range(data_ranks))] if self._optimizers else []
         of_ranks.append((self._models, "model_states.pt", range(data_ranks) if self.partitions_weights else [None]))
-        for files, kind, data_places in of_ranks:
-            for data, model in product(data_places, range(model_ranks)):
-                if (data, model) not in files:
-                    which = str(data) if model_ranks == 1 else f"{model} of model parallelism"
-                    which += f" and {data} of data parallelism" if model_ranks > 1 and data is not None else ""
-                    prefix = "" if data is None else f"zero_pp_rank_{data}_"
+        for files, kind, data_numbers in of_ranks:
+            for data_rank, model_rank in product(data_numbers, range(model_ranks)):
+                if (data_rank, model_rank) not in files:
+                    which = str(data_rank) if model_ranks == 1 else f"{model_rank} of model parallelism"
+                    if model_ranks > 1 and data_rank is not None:
+                        which += f" and {data_rank} of data parallelism"
+                    prefix = "" if data_rank is None else f"zero_pp_rank_{data_rank}_"
                     raise MissingFileError(
                         f"the run had {ranks} ranks, and the file of rank {which} is missing",
-                        file=os.path.join(self.path, f"{prefix}mp_rank_{model:02d}_{kind}"),
+                        file=os.path.join(self.path, f"{prefix}mp_rank_{model_rank:02d}_{kind}"),
                         hint=ALL_FILES,
                     )  # fmt: skip
-            if len(files) > len(data_places) * model_ranks:
+            if len(files) > len(data_numbers) * model_ranks:
                 raise FormatError(
                     f"the folder has {len(files)} files {kind} and the run had {ranks} ranks: it holds the files of "
                     "two checkpoints", file=self.path, hint=ONE_FOLDER,
                 )  # fmt: skip
 
-    def model_path(self, place: Place) -> str:
+    def model_path(self, coordinates: Coordinates) -> str:
         """Returns the path of the file with the model states of a rank."""
-        return self._models[place.data if self.partitions_weights else None, place.model]
+        return self._models[coordinates.data_rank if self.partitions_weights else None, coordinates.model_rank]
 
-    def optimizer_path(self, place: Place) -> str:
+    def optimizer_path(self, coordinates: Coordinates) -> str:
         """Returns the path of the file with the optimizer states of a rank, or of the folder that has them."""
         if self.universal:
             return os.path.join(self.path, "zero")
-        return self._optimizers[place] if self._optimizers else self.model_path(place)
+        return self._optimizers[coordinates] if self._optimizers else self.model_path(coordinates)
 
-    def model(self, place: Place) -> dict[str, Any]:
+    def model(self, coordinates: Coordinates) -> dict[str, Any]:
         """Returns the model states of a rank. Below stage 3 they are the same for all ranks of data parallelism."""
         if not self._models:
             raise MissingFileError(
                 "the folder has no file of model states", file=os.path.join(self.path, "mp_rank_00_model_states.pt"),
                 hint=AS_WRITTEN,
             )  # fmt: skip
-        path = self.model_path(place)
+        path = self.model_path(coordinates)
         state = load(path)
         steps = state.get("global_steps") if isinstance(state, dict) else None
         if not isinstance(state, dict) or "module" not in state or type(steps) is not int or not 0 <= steps < 1 << 62:
             raise FormatError("this is not a file of model states of DeepSpeed", file=path, hint=AS_WRITTEN)
         return state
 
-    def zero(self, place: Place) -> dict[str, Any]:
+    def zero(self, coordinates: Coordinates) -> dict[str, Any]:
         """Returns what ZeRO's wrapper of the optimizer has saved in the file of optimizer states of a rank."""
-        path = self._optimizers[place]
+        path = self._optimizers[coordinates]
         state = load(path)
         inner = state.get("optimizer_state_dict") if isinstance(state, dict) else None
         if not isinstance(inner, dict):
@@ -160,18 +161,18 @@ class DeepSpeedFolder:
         made = "copy the files layer_* of the checkpoint that it was made from into it: ds_to_universal.py does not"
         return _expected(self.layer_path(layer, tensor_rank), "a layer", made if self.universal else ALL_FILES)
 
-    def expert_path(self, layer: int, expert: int, model: int) -> str:
+    def expert_path(self, layer: int, expert: int, model_rank: int) -> str:
         """Returns the path of the file of one expert. ``layer``: the number of its layer among the layers with experts
-        that a rank of model parallelism has. ``model``: the number of this rank."""
-        return os.path.join(self.path, f"layer_{layer}_expert_{expert}_mp_rank_{model:02d}_model_states.pt")
+        that a rank of model parallelism has. ``model_rank``: the number of this rank."""
+        return os.path.join(self.path, f"layer_{layer}_expert_{expert}_mp_rank_{model_rank:02d}_model_states.pt")
 
-    def expert(self, layer: int, expert: int, model: int) -> dict[str, Any]:
+    def expert(self, layer: int, expert: int, model_rank: int) -> dict[str, Any]:
         """Returns the weights and buffers of one expert by name. The arguments are those of ``expert_path``."""
-        return _expected(self.expert_path(layer, expert, model), "an expert")
+        return _expected(self.expert_path(layer, expert, model_rank), "an expert")
 
-    def expert_optimizer(self, number: int, model: int) -> dict[str, Any]:
+    def expert_optimizer(self, expert_rank: int, model_rank: int) -> dict[str, Any]:
         """Returns the state of the optimizer of stage 0 of the ranks that have the same experts."""
-        path = os.path.join(self.path, f"expp_rank_{number}_mp_rank_{model:02d}_optim_states.pt")
+        path = os.path.join(self.path, f"expp_rank_{expert_rank}_mp_rank_{model_rank:02d}_optim_states.pt")
         state = _expected(path, "the optimizer of an expert").get("optimizer")
         if not isinstance(state, dict):
             raise FormatError("this is not a file of optimizer states of DeepSpeed", file=path, hint=AS_WRITTEN)
@@ -216,17 +217,17 @@ def of_type(tree: Any, key: str, kind: type) -> Any:
     return tree[key]
 
 
-def _by_place(path: str, pattern: re.Pattern[str], names: Iterable[str]) -> dict[tuple[int | None, int], str]:
-    """Returns the paths of the files of one kind, by the place of the rank. In the place of a file that all ranks of
-    data parallelism share, the number among these ranks is None."""
+def _by_coordinates(path: str, pattern: re.Pattern[str], names: Iterable[str]) -> dict[tuple[int | None, int], str]:
+    """Returns the paths of the files of one kind, by the coordinates of the rank. In those of a file
+    that all ranks of data parallelism share, the number among these ranks is None."""
     paths: dict[tuple[int | None, int], str] = {}
     for match in filter(None, map(pattern.fullmatch, names)):
         data, model = match.groups()
-        place = None if data is None else int(data), int(model)
-        if place in paths or (paths and (None in next(iter(paths))) != (data is None)):
+        coordinates = None if data is None else int(data), int(model)
+        if coordinates in paths or (paths and (None in next(iter(paths))) != (data is None)):
             raise FormatError(
                 f"the folder holds the files of two checkpoints: {first_few([*paths.values(), match.string], 2)}",
                 file=path, hint=ONE_FOLDER,
             )  # fmt: skip
-        paths[place] = os.path.join(path, match.string)
+        paths[coordinates] = os.path.join(path, match.string)
     return paths

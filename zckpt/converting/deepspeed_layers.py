@@ -55,9 +55,9 @@ class Layers:
                     self._stages[layer] = stage
             stage = self._stages.get(layer, stage)
 
-    def tensors(self, model: int) -> dict[str, Any]:
+    def tensors(self, model_rank: int) -> dict[str, Any]:
         """Returns the weights and buffers that a rank of model parallelism has, by name."""
-        stage, tensor_rank = divmod(model, self._tensor_ranks)
+        stage, tensor_rank = divmod(model_rank, self._tensor_ranks)
         prefixes = {f"{TIED}{key}.": self._shared[key] for key in _shared(self._names[stage]) if key in self._shared}
         prefixes |= {f"{layer}.": layer for layer, owner in sorted(self._stages.items()) if owner == stage}
         return {

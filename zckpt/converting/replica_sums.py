@@ -1,6 +1,7 @@
 """Compares tensors of which several groups of ranks hold all elements, such as those that tensor parallelism does not
-cut. Each group may cut them into other partitions. So each rank sums up its elements, and each element counts by its
-place in the tensor. The sums of the ranks of a group add up to that of the whole tensor."""
+cut. Each group may cut them into other partitions. So each rank sums up its elements. Before, each element is
+multiplied by a number that depends on its place in the tensor. The sums of the ranks of a group add up to that of the
+whole tensor."""
 
 from __future__ import annotations
 

@@ -70,6 +70,10 @@ def write_source(
     options = WriteOptions(overwrite=overwrite, latest=False, budget=budget).checked()
     begun: list[RankWrite] = []
     """The write of rank 0, on process 0. It takes the lock and commits. The list is empty on other processes."""
+    packed_records: list[bytes] = []
+    """The records of the files of all ranks, on process 0."""
+    digests: list[tuple[int, bytes]] = []
+    """Each rank and the digests of its files, on process 0."""
 
     def plan() -> tuple[list[bytes], Sums]:
         nonlocal own_bytes
@@ -77,7 +81,8 @@ def write_source(
         sums: Sums = []
         with values_of(source.path):
             for rank in sorted({0, *own_ranks}):  # All other ranks are compared with rank 0.
-                data_files = planned.data_files(rank)
+                part = source.rank(rank)
+                data_files = planned.data_files(rank, part)
                 nbytes = sum(int(file.pieces.nbytes.sum()) for file in data_files)
                 if nbytes > REPEATED_MAX * source.nbytes + COPIED_BYTES_MAX:
                     raise FormatError(
@@ -86,7 +91,7 @@ def write_source(
                     )  # fmt: skip
                 if rank in own_ranks:
                     rank_records.append(catalog.pack(catalog.rank_record(rank, data_files)))
-                    sums += planned.replica_sums()
+                    sums += sums_of(part.replicas, part.group)
                     own_bytes += nbytes
         return rank_records, sums
 
@@ -95,18 +100,19 @@ def write_source(
         metadata = catalog.SaveMetadata(source.step, BLOCK_BYTES, source.aliases, planned.packed, writer, lineage)
         return RankWrite(
             store=store, latest_in=None, save_id=planned.save_id, rank=rank,
-            data_files=planned.data_files(rank), metadata=metadata, options=options,
+            data_files=planned.data_files(rank, source.rank(rank)), metadata=metadata, options=options,
         )  # fmt: skip
 
-    def compare() -> None:
+    def compare(of_processes: list[tuple[list[bytes], Sums]]) -> None:
         with values_of(source.path):
-            check_sums(chain(*(sums for _, sums in planned_files)))
+            check_sums(chain(*(sums for _, sums in of_processes)))
+        packed_records.extend(chain(*(rank_records for rank_records, _ in of_processes)))
 
     def begin() -> Space:
         first = rank_write(0, options)
         with values_of(source.path):
             try:
-                records = catalog.unpack(chain(*(records for records, _ in planned_files)))
+                records = catalog.unpack(packed_records)
                 if all(file.part == STATE for record in records for file in record.files):
                     raise FormatError("the source has no tensor of a model or of its optimizer")
                 first.describe(records)
@@ -120,17 +126,16 @@ def write_source(
     def write() -> list[tuple[int, bytes]]:
         with reported(progress, "convert", own_bytes) as advance:
             with_progress = replace(options, progress=PartOfProgress(advance))
-            digests = [(rank, rank_write(rank, with_progress).write_data_files(Snapshot())) for rank in own_ranks]
+            own_digests = [(rank, rank_write(rank, with_progress).write_data_files(Snapshot())) for rank in own_ranks]
         source.refuse_changes()
-        return digests
+        return own_digests
 
     try:
-        planned_files = ranks.share(plan, "plan the checkpoint")
-        ranks.together(compare, "compare the replicas")
+        ranks.decide(plan, compare, "plan the checkpoint")
         space = ranks.first(begin, "begin the checkpoint")
         ranks.together(lambda: join(store, planned.save_id, ranks.rank, 0, space), "begin the checkpoint")
-        digests = ranks.share(write, "convert")
-        ranks.first(lambda: begun[0].commit([digest for _, digest in sorted(chain(*digests))]), "commit")
+        ranks.decide(write, lambda of_processes: digests.extend(chain(*of_processes)), "convert")
+        ranks.first(lambda: begun[0].commit([digest for _, digest in sorted(digests)]), "commit")
     finally:
         for first in begun:
             first.remove()
@@ -145,17 +150,11 @@ class _Planned:
     def __init__(self, source: Source, save_id: str) -> None:
         self._source, self.save_id = source, save_id
         self._scalars = b""
-        self._last: RankPart | None = None
 
-    def replica_sums(self) -> Sums:
-        """Returns the sums of the replicas of the rank whose files were planned last."""
-        return [] if self._last is None else sums_of(self._last.replicas, self._last.group)
-
-    def data_files(self, rank: int) -> tuple[DataFilePlan, ...]:
-        """Returns the plan of the data files of one rank. Call this for rank 0 first."""
-        source, part = self._source, self._source.rank(rank)
+    def data_files(self, rank: int, part: RankPart) -> tuple[DataFilePlan, ...]:
+        """Returns the plan of the data files of one rank. ``part``: what the rank has. Call this for rank 0 first."""
+        source = self._source
         fragments: list[Fragment] = part.fragments
-        self._last = part
         scalars = fingerprint(part.optimizer)
         if rank == 0:
             root = {"engine": source.state, names.CLIENT_STATE: dict(source.client_state)}

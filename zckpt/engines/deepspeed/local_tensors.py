@@ -1,12 +1,14 @@
 """How the parameters of a DeepSpeed engine are divided between ranks, before ZeRO partitions them.
 
 Tensor parallelism cuts one dimension of some parameters. DeepSpeed's own (AutoTP) says of each parameter how, by a map
-that has the elements of each rank as strided pieces of the whole parameter and of the local tensor. This file has all
-code that uses it. Megatron's way, with an object ``mpu`` that knows the ranks, has three attributes on each parameter
-that is cut: ``tensor_model_parallel`` (older: ``model_parallel``, which DeepSpeed reads too), ``partition_dim`` and
+that has the elements of each rank as strided pieces of the whole parameter and of the local tensor. Megatron's way,
+with an object ``mpu`` that knows the ranks, has three attributes on each parameter that is cut:
+``tensor_model_parallel`` (older: ``model_parallel``, which DeepSpeed reads too), ``partition_dim`` and
 ``partition_stride``. With a stride of n, the dimension is n equal parts one after another, such as the gate and the up
 projection of an MLP, and each of them is cut. If no parameter has these attributes, the module may describe the cuts as
-DeepSpeed's Universal Checkpoint has it: by ``universal_checkpoint_info``, a dict of patterns of names.
+DeepSpeed's Universal Checkpoint has it: by ``universal_checkpoint_info``, a dict of patterns of names. DeepSpeed's
+folders have these maps and patterns too: ``zckpt/converting/deepspeed_cuts.py`` finds those of a parameter there, and
+calls the functions in this file that make a ``Cut`` of them.
 """
 
 from __future__ import annotations
