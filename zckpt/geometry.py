@@ -255,6 +255,10 @@ class Spaced(NamedTuple):
         """The element after the last run of each row."""
         return self.start + (self.runs - 1) * self.stride + self.numel
 
+    def take(self, rows: Ints) -> Spaced:
+        """Returns the rows with these numbers."""
+        return Spaced._make(column[rows] for column in self)
+
     def cut(self, low: Ints, high: Ints) -> Cut:
         """Returns those elements of each row that are among the elements ``[low, high)`` of the memory. ``low`` and
         ``high`` have an item for each row."""

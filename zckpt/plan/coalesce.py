@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from zckpt.format.limits import DATA_ALIGNMENT_BYTES as PAGE_BYTES
-from zckpt.geometry import Spaced, ragged, runs_of_equal
+from zckpt.geometry import ragged, runs_of_equal
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -188,7 +188,7 @@ def plan_reads(
     number += first[row]
     block_start = number * block_bytes
     block_stop = np.minimum(block_start + block_bytes, piece_ranges.piece_bytes[row])
-    cut = Spaced._make(column[row] for column in spaced).cut(block_start, block_stop)
+    cut = spaced.take(row).cut(block_start, block_stop)
     # And from here on, for each copy.
     row, number, block_start, block_stop = (column[cut.row] for column in (row, number, block_start, block_stop))
     stride, target_stride = piece_ranges.stride[row], piece_ranges.target_stride[row]

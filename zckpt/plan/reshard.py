@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -108,6 +108,15 @@ class PieceRanges:
         """The bytes of each row, counted in its piece."""
         return Spaced(self.start, self.stop - self.start, self.runs, self.stride)
 
+    @property
+    def in_targets(self) -> Spaced:
+        """The bytes to which each row goes, counted in its target."""
+        return Spaced(self.target_offset, self.stop - self.start, self.runs, self.target_stride)
+
+    def take(self, rows: Ints) -> PieceRanges:
+        """Returns the rows with these numbers."""
+        return PieceRanges(*(getattr(self, name)[rows] for name in self.__dataclass_fields__))
+
     def apart(self, which: NDArray[np.bool_]) -> PieceRanges:
         """Returns the same ranges. Those of the rows for which ``which`` is true are in a row of their own each. Raises
         UnsupportedError if there are too many for the memory."""
@@ -116,14 +125,18 @@ class PieceRanges:
         count = np.where(which, self.runs, 1)
         if int(count.sum()) > RUNS_MAX:
             raise UnsupportedError(
-                f"tensors would be moved in more than {RUNS_MAX:,} runs of adjacent elements",
-                hint="move fewer of them at a time; what a checkpoint has is read in fewer runs with verify=True",
+                f"a tensor would be read in more than {RUNS_MAX:,} ranges with gaps between them",
+                hint="read it with verify=True, or in smaller slices",
             )
         row, number = ragged(count)
-        columns = {name: getattr(self, name)[row] for name in self.__dataclass_fields__}
-        for place, stride in (("start", "stride"), ("stop", "stride"), ("target_offset", "target_stride")):
-            columns[place] = columns[place] + number * columns[stride]
-        return PieceRanges(**columns | {"runs": np.where(which, 1, self.runs)[row]})
+        rows = self.take(row)
+        return replace(
+            rows,
+            start=rows.start + number * rows.stride,
+            stop=rows.stop + number * rows.stride,
+            target_offset=rows.target_offset + number * rows.target_stride,
+            runs=np.where(which, 1, self.runs)[row],
+        )
 
 
 def choose_copies(row: Ints, copy: Ints, holder: Ints, rank: int | None) -> Ints:
@@ -149,7 +162,7 @@ def piece_ranges(
     tensor, spaced, target_start, target_stride = _in_order_of(grids, wanted)
     # From here on, the columns have one item for each pair of a row and a piece that may have elements of it.
     row, piece, common = spans_in_both(Spans(tensor, spaced.start, spaced.stop), stored)
-    spaced = Spaced._make(column[row] for column in spaced)
+    spaced = spaced.take(row)
     cut = spaced.cut(common.start, common.stop)
     # And from here on, one item for each part of a row that is in one piece.
     row, piece, stride = row[cut.row], piece[cut.row], spaced.stride[cut.row]
