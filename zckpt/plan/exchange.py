@@ -125,21 +125,21 @@ class Exchange:
         own = (self.ranges.file[row] == rank) | (self.writer[number][of_slice] == rank)
         of_slice, row = of_slice[own], row[own]
         target = self.ranges.in_targets.take(row)
-        cut = target.cut(slice_start[of_slice], slice_start[of_slice] + self.slice_bytes)
+        parts = target.clip(slice_start[of_slice], slice_start[of_slice] + self.slice_bytes)
         # And from here on, one item for each message.
-        of_slice, row, target = of_slice[cut.row], row[cut.row], target.take(cut.row)
+        of_slice, row, target = of_slice[parts.row], row[parts.row], target.take(parts.row)
         ranges, item = self.ranges.take(row), self.item_bytes[row]
         messages = Messages(
             source=ranges.file,
             target=self.writer[number][of_slice],
-            position=target.start + cut.first * target.stride + cut.before - slice_start[of_slice],
+            position=target.start + parts.first * target.stride + parts.before - slice_start[of_slice],
             target_stride=target.stride,
             fragment=ranges.piece_offset,
-            start=(ranges.start + cut.first * ranges.stride + cut.before) // item,
+            start=(ranges.start + parts.first * ranges.stride + parts.before) // item,
             source_stride=ranges.stride // item,
-            numel=cut.numel // item,
-            runs=cut.runs,
-            nbytes=cut.runs * cut.numel,
+            numel=parts.numel // item,
+            runs=parts.runs,
+            nbytes=parts.runs * parts.numel,
         )
         return messages.take(np.lexsort((messages.position, messages.target, messages.source)))
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from zckpt.errors import UnsupportedError
-from zckpt.geometry import RUNS_MAX, Spaced, Span, Spans, ragged, runs_in, spans_in_both
+from zckpt.geometry import ROWS_MAX, Spaced, Span, Spans, ragged, rectangles_in, same_order, spans_in_both
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -123,9 +123,9 @@ class PieceRanges:
         if not (which & (self.runs > 1)).any():
             return self
         count = np.where(which, self.runs, 1)
-        if int(count.sum()) > RUNS_MAX:
+        if int(count.sum()) > ROWS_MAX:
             raise UnsupportedError(
-                f"a tensor would be read in more than {RUNS_MAX:,} ranges with gaps between them",
+                f"a tensor would be read in more than {ROWS_MAX:,} ranges with gaps between them",
                 hint="read it with verify=True, or in smaller slices",
             )
         row, number = ragged(count)
@@ -163,21 +163,21 @@ def piece_ranges(
     # From here on, the columns have one item for each pair of a row and a piece that may have elements of it.
     row, piece, common = spans_in_both(Spans(tensor, spaced.start, spaced.stop), stored)
     spaced = spaced.take(row)
-    cut = spaced.cut(common.start, common.stop)
+    parts = spaced.clip(common.start, common.stop)
     # And from here on, one item for each part of a row that is in one piece.
-    row, piece, stride = row[cut.row], piece[cut.row], spaced.stride[cut.row]
+    row, piece, stride = row[parts.row], piece[parts.row], spaced.stride[parts.row]
     item = item_of_request[tensor[row]]
-    start = spaced.start[cut.row] + cut.first * stride + cut.before - stored.start[piece]
+    start = spaced.start[parts.row] + parts.first * stride + parts.before - stored.start[piece]
     return PieceRanges(
         file=stored.file[piece],
         piece_offset=stored.offset[piece],
         piece_bytes=stored.numel[piece] * item,
         block=stored.block[piece],
         start=start * item,
-        stop=(start + cut.numel) * item,
+        stop=(start + parts.numel) * item,
         target=tensor[row],
-        target_offset=(target_start[row] + cut.first * target_stride[row] + cut.before) * item,
-        runs=cut.runs,
+        target_offset=(target_start[row] + parts.first * target_stride[row] + parts.before) * item,
+        runs=parts.runs,
         stride=stride * item,
         target_stride=target_stride[row] * item,
     )
@@ -191,13 +191,13 @@ def _in_order_of(grids: Sequence[Grid], wanted: Iterable[Wanted]) -> tuple[Ints,
     tables = []
     for request, (own, start, stop), target_start in wanted:
         grid = grids[request]
-        if own is grid or own == grid:  # Mostly they are one object, and then they are not compared.
+        if same_order(own, grid):
             if start < stop:
                 numbers += (request, start, stop, target_start)
             continue
-        runs = runs_in(Span(own, start, stop), grid)
-        columns = (runs.other, runs.numel, runs.runs, runs.other_stride, target_start + runs.one, runs.one_stride)
-        tables.append(np.stack([np.full_like(runs.one, request), *columns], 1))
+        one, other, numel, runs, one_stride, other_stride = rectangles_in(Span(own, start, stop), grid)
+        columns = (np.full_like(one, request), other, numel, runs, other_stride, target_start + one, one_stride)
+        tables.append(np.stack(columns, 1))
     requests, starts, stops, places = np.array(numbers, np.int64).reshape(-1, 4).T
     numel = stops - starts
     single = np.stack([requests, starts, numel, np.ones_like(numel), numel, places, numel], 1)

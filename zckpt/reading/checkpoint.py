@@ -15,7 +15,7 @@ import torch
 from zckpt.engines.tensors import set_in_place
 from zckpt.errors import FormatError, MismatchError, count
 from zckpt.format import names, tree
-from zckpt.geometry import Span, all_of, run_count, slice_of
+from zckpt.geometry import Span, all_of, row_count, same_order, slice_of
 from zckpt.listing.contents import TensorInfo
 from zckpt.plan.coalesce import SPACED_GAP_BYTES, plan_reads
 from zckpt.plan.reshard import Wanted, piece_ranges
@@ -593,9 +593,8 @@ class Checkpoint(Mapping[str, TensorInfo]):
         first, planned = 0, 0
         for number, (request, grid) in enumerate(zip(requests, grids, strict=True)):
             pieces = self.world_size
-            # Mostly the span has the same grid object, and then its runs need not be counted.
-            if request.span.grid is not grid:
-                pieces += run_count(request.span, grid) - 1
+            if not same_order(request.span.grid, grid):
+                pieces += row_count(request.span, grid) - 1
                 if not verify:  # The most ranges that ``plan_reads`` does not read together.
                     pieces += request.info.nbytes // SPACED_GAP_BYTES
             if number > first and planned + pieces > PLANNED_PIECES:
