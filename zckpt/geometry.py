@@ -37,9 +37,9 @@ if TYPE_CHECKING:
     the whole tuple is empty."""
 
 
-RUNS_MAX = 1 << 22
-"""The most rows of ``Runs`` with which the elements of one order are looked for in another one at a time. Each takes
-about 500 bytes of memory, and 5 microseconds, while a read is planned and carried out."""
+ROWS_MAX = 1 << 22
+"""The most rows of ``Rectangles`` with which the elements of one order are looked for in another one at a time. Each
+takes about 500 bytes of memory, and 5 microseconds, while a read is planned and carried out."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -255,7 +255,11 @@ class Spaced(NamedTuple):
         """The element after the last run of each row."""
         return self.start + (self.runs - 1) * self.stride + self.numel
 
-    def cut(self, low: Ints, high: Ints) -> Cut:
+    def take(self, rows: Ints) -> Spaced:
+        """Returns the rows with these numbers."""
+        return Spaced._make(column[rows] for column in self)
+
+    def clip(self, low: Ints, high: Ints) -> SpacedParts:
         """Returns those elements of each row that are among the elements ``[low, high)`` of the memory. ``low`` and
         ``high`` have an item for each row."""
         start, numel, runs, stride = self
@@ -263,7 +267,7 @@ class Spaced(NamedTuple):
         if (runs == 1).all():
             before = np.maximum(low - start, 0)
             return _not_empty(row, np.zeros_like(start), before, np.minimum(high - start, numel) - before, runs)
-        # The run between whose begin and that of the next one ``low`` is, or the first one.
+        # The last run that begins at or before ``low``, or the first run.
         first = np.clip((low - start) // stride, 0, runs)
         before = np.where(first < runs, np.maximum(low - start - first * stride, 0), 0)
         head = np.minimum(high - start - first * stride, numel) - before
@@ -280,14 +284,14 @@ class Spaced(NamedTuple):
         return _not_empty(*(np.stack(column, 1).ravel() for column in zip(*columns, strict=True)))
 
 
-def _not_empty(row: Ints, first: Ints, before: Ints, numel: Ints, runs: Ints) -> Cut:
+def _not_empty(row: Ints, first: Ints, before: Ints, numel: Ints, runs: Ints) -> SpacedParts:
     """Returns the parts with these columns, without those that have no elements."""
     some = numel > 0
-    cut = Cut(row, first, before, numel, runs)
-    return cut if some.all() else Cut._make(column[some] for column in cut)
+    parts = SpacedParts(row, first, before, numel, runs)
+    return parts if some.all() else SpacedParts._make(column[some] for column in parts)
 
 
-class Cut(NamedTuple):
+class SpacedParts(NamedTuple):
     """Parts of rows of ``Spaced``, as int64 columns. A part has ``numel`` elements of each of ``runs`` runs of row
     ``row``, from run number ``first`` on. They are those after the first ``before`` elements of the run."""
 
@@ -298,11 +302,11 @@ class Cut(NamedTuple):
     runs: Ints
 
 
-class Runs(NamedTuple):
-    """Elements that lie in two memories, as equally spaced runs of elements that are adjacent in both, in int64
-    columns. A row has ``runs`` runs of ``numel`` elements. The first run begins at element ``one`` of the first memory
-    and at element ``other`` of the second one. Each further run begins ``one_stride`` elements further in the first
-    memory, and ``other_stride`` elements further in the second one."""
+class Rectangles(NamedTuple):
+    """Elements that lie in two orders, as equally spaced runs of elements that are adjacent in both, in int64 columns.
+    A row has ``runs`` runs of ``numel`` elements. The first run begins at element ``one`` of the first order and at
+    element ``other`` of the second one. Each further run begins ``one_stride`` elements further in the first order, and
+    ``other_stride`` elements further in the second one."""
 
     one: Ints
     other: Ints
@@ -312,41 +316,46 @@ class Runs(NamedTuple):
     other_stride: Ints
 
 
-def runs_in(span: Span, grid: Grid) -> Runs:
+def rectangles_in(span: Span, grid: Grid) -> Rectangles:
     """Returns where the elements of ``span`` lie in the order of ``grid``, another grid of the same tensor. In the
-    result, the first memory has the elements of ``span``, and the second one all elements in the order of ``grid``. It
-    has a row for each rectangle that lies in both memories with one stride, so it is small if the boxes are large.
-    Raises UnsupportedError if there are too many for the memory."""
-    if span.grid == grid or not span.numel:
+    result, the first order has the elements of ``span``, and the second one all elements in the order of ``grid``. It
+    has a row for each rectangle that lies in both orders with one stride, so it is small if the boxes are large.
+    Raises UnsupportedError if there are too many rows for the memory."""
+    if same_order(span.grid, grid) or not span.numel:
         count = min(span.numel, 1)
         columns = (0, span.start, span.numel, 1, max(span.numel, 1), max(span.numel, 1))
-        return Runs(*(np.full(count, number, np.int64) for number in columns))
+        return Rectangles(*(np.full(count, number, np.int64) for number in columns))
     tables = list(_tables(span, grid))
-    if sum(map(_count, tables)) > RUNS_MAX:
+    if sum(map(_count, tables)) > ROWS_MAX:
         raise UnsupportedError(
-            f"a tensor of shape {list(grid.shape)} would be read in more than {RUNS_MAX:,} parts",
+            f"a tensor of shape {list(grid.shape)} would be read in more than {ROWS_MAX:,} parts",
             hint="read it in smaller slices",
         )
     of_boxes = [_box_in(of_box, grid.shape) for of_box in tables]
     boxes, starts = _boxes(span), _box_starts(span.grid)
     one, other, numel, runs, one_stride, other_stride = map(np.concatenate, zip(*of_boxes, strict=True))
     one += np.repeat(starts[boxes.start : boxes.stop], [len(of_box.one) for of_box in of_boxes]) - span.start
-    # What comes before the span, or after it, is cut off.
-    cut = Spaced(one, numel, runs, one_stride).cut(np.zeros_like(one), np.full_like(one, span.numel))
-    one, other, one_stride, other_stride = (column[cut.row] for column in (one, other, one_stride, other_stride))
-    one, other = one + cut.first * one_stride + cut.before, other + cut.first * other_stride + cut.before
+    # What comes before the span, or after it, is left out.
+    parts = Spaced(one, numel, runs, one_stride).clip(np.zeros_like(one), np.full_like(one, span.numel))
+    one, other, one_stride, other_stride = (column[parts.row] for column in (one, other, one_stride, other_stride))
+    one, other = one + parts.first * one_stride + parts.before, other + parts.first * other_stride + parts.before
     begins = np.ones(len(one), bool)
-    begins[1:] = (one[1:] != one[:-1] + cut.numel[:-1]) | (other[1:] != other[:-1] + cut.numel[:-1])
-    begins[1:] |= (cut.runs[1:] > 1) | (cut.runs[:-1] > 1)
+    begins[1:] = (one[1:] != one[:-1] + parts.numel[:-1]) | (other[1:] != other[:-1] + parts.numel[:-1])
+    begins[1:] |= (parts.runs[1:] > 1) | (parts.runs[:-1] > 1)
     first = np.flatnonzero(begins)
-    numel = np.add.reduceat(cut.numel, first)
+    numel = np.add.reduceat(parts.numel, first)
     strides = (np.maximum(column[first], numel) for column in (one_stride, other_stride))
-    return Runs(one[first], other[first], numel, cut.runs[first], *strides)
+    return Rectangles(one[first], other[first], numel, parts.runs[first], *strides)
 
 
-def run_count(span: Span, grid: Grid) -> int:
-    """Returns about how many rows ``runs_in`` returns. It takes much less memory than ``runs_in``."""
-    return 1 if span.grid == grid or not span.numel else sum(map(_count, _tables(span, grid)))
+def row_count(span: Span, grid: Grid) -> int:
+    """Returns about how many rows ``rectangles_in`` returns. It takes much less memory than ``rectangles_in``."""
+    return 1 if same_order(span.grid, grid) or not span.numel else sum(map(_count, _tables(span, grid)))
+
+
+def same_order(one: Grid, other: Grid) -> bool:
+    """Returns whether two grids are equal. Mostly they are one object, and then they are not compared."""
+    return one is other or one == other
 
 
 def _tables(span: Span, grid: Grid) -> Iterator[list[_Table]]:
@@ -394,9 +403,9 @@ def _narrowed(tables: list[_Table], start: int, stop: int) -> list[_Table]:
 
 
 def _spaced_dims(tables: Sequence[_Table]) -> tuple[int, int]:
-    """Returns two numbers of dimensions, ``outer`` and ``inner``. Beyond the first ``inner`` dimensions, all elements
-    are adjacent in both memories, so dimension ``inner - 1`` and all further ones together have runs of adjacent
-    elements. The dimensions from ``outer`` on before them together repeat such a run with one stride in each memory."""
+    """Returns two numbers of dimensions, ``outer`` and ``inner``. The dimensions from ``inner`` on are adjacent in both
+    orders. Dimension ``inner - 1`` and those after it make the runs. The dimensions ``[outer, inner - 1)`` repeat a run
+    with one stride in each order."""
     inner = next((dim for dim in range(len(tables), 0, -1) if not tables[dim - 1].is_same), 0)
     outer = max(inner - 2, 0)
     while outer and tables[outer].is_same:
@@ -404,8 +413,8 @@ def _spaced_dims(tables: Sequence[_Table]) -> tuple[int, int]:
     return outer, inner
 
 
-def _box_in(tables: Sequence[_Table], shape: Sequence[int]) -> Runs:
-    """Returns where the elements of a box lie in the order of another grid. The first memory has the elements of the
+def _box_in(tables: Sequence[_Table], shape: Sequence[int]) -> Rectangles:
+    """Returns where the elements of a box lie in the order of another grid. The first order has the elements of the
     box. ``tables``: those of the box. ``shape``: that of the tensor."""
     outer, inner = _spaced_dims(tables)
     # The columns get an item for each row, while the dimensions are added from the last one to the first one.
@@ -416,7 +425,7 @@ def _box_in(tables: Sequence[_Table], shape: Sequence[int]) -> Runs:
         if dim == inner - 2:
             stride, other_stride = np.full_like(size, own_size), size
         place = (table.own[:, None] * own_size + place).ravel()
-        before = (table.before[:, None] * math.prod(shape[dim + 1 :]) + table.size[:, None] * before).ravel()
+        before = (table.indices_before[:, None] * math.prod(shape[dim + 1 :]) + table.size[:, None] * before).ravel()
         local = (table.other[:, None] * size + local).ravel()
         runs, single = (table.numel[:, None], np.ones_like(table.numel)[:, None])
         numel = ((runs if dim >= inner - 1 else single) * numel).ravel()
@@ -424,7 +433,8 @@ def _box_in(tables: Sequence[_Table], shape: Sequence[int]) -> Runs:
         stride, other_stride = (single * stride).ravel(), (single * other_stride).ravel()
         size = (table.size[:, None] * size).ravel()
         own_size *= table.own_size
-    return Runs(place, before + local, numel, count, *(np.maximum(column, numel) for column in (stride, other_stride)))
+    strides = (np.maximum(column, numel) for column in (stride, other_stride))
+    return Rectangles(place, before + local, numel, count, *strides)
 
 
 class _Table(NamedTuple):
@@ -435,7 +445,7 @@ class _Table(NamedTuple):
     """The first index of each run, counted in the box."""
     numel: Ints
     """The number of indices of each run."""
-    before: Ints
+    indices_before: Ints
     """The number of indices in the sections of the other grid that come before the section that has the run."""
     size: Ints
     """The number of indices in the section that has the run."""
@@ -469,14 +479,14 @@ class _Table(NamedTuple):
         before = np.maximum(low - self.own, 0)
         numel = np.minimum(self.own + self.numel, high) - self.own - before
         kept = numel > 0
-        columns = (self.own + before, numel, self.before, self.size, self.other + before)
+        columns = (self.own + before, numel, self.indices_before, self.size, self.other + before)
         return _Table._make([*(column[kept] for column in columns), self.own_size])
 
     def of_each_index(self) -> _Table:
         """Returns a table with a run for each index."""
         run, number = ragged(self.numel)
-        starts = (column[run] + number for column in (self.own, self.other))
-        return _Table(next(starts), np.ones_like(run), self.before[run], self.size[run], next(starts), self.own_size)
+        own, other = self.own[run] + number, self.other[run] + number
+        return _Table(own, np.ones_like(run), self.indices_before[run], self.size[run], other, self.own_size)
 
 
 def _sections(grid: Grid, dim: int) -> tuple[Section, ...]:

@@ -14,7 +14,7 @@ from tests.support.independent_reader import Reader
 from tests.support.states import Written, fragment, same_all, write_state
 from zckpt import geometry
 from zckpt.comparing.tensors import Pair, unequal
-from zckpt.geometry import Grid, all_of, run_count
+from zckpt.geometry import Grid, all_of, row_count, slice_of
 from zckpt.plan import catalog
 from zckpt.reading import checkpoint as reading
 from zckpt.reading.statistics import statistics, stretches
@@ -106,7 +106,7 @@ def test_copies_and_repairs_keep_the_order(written: Written, tmp_path: Path) -> 
 
 
 def test_more_rows_of_runs_than_memory_allows_are_refused(written: Written) -> None:
-    with mock.patch.object(geometry, "RUNS_MAX", 0), pytest.raises(zckpt.UnsupportedError, match="smaller slices"):
+    with mock.patch.object(geometry, "ROWS_MAX", 0), pytest.raises(zckpt.UnsupportedError, match="smaller slices"):
         zckpt.open(written.path).load()
 
 
@@ -160,5 +160,26 @@ def test_reads_in_another_order_are_planned_in_batches(written: Written) -> None
     batches = [call.args[0] for call in read.call_args_list]
     assert [request.info.key for batch in batches for request in batch] == list(checkpoint)
     for batch in batches:
-        counts = [run_count(request.span, checkpoint.contents.grid(request.info)) for request in batch]
+        counts = [row_count(request.span, checkpoint.contents.grid(request.info)) for request in batch]
         assert len(batch) == 1 or sum(counts) <= 64
+
+
+def test_ranges_with_long_gaps_between_them_are_planned_in_batches(tmp_path: Path) -> None:
+    """With digests, the blocks between them are read whole, and one row of a plan has all of them."""
+    values = [torch.randn(8, 1 << 16) for _ in range(3)]
+    fragments = [fragment("master", f"w{n}", value, 0, value.numel()) for n, value in enumerate(values)]
+    write_fragments(str(tmp_path / "c"), [fragments], catalog.SaveMetadata(1, 4096, {}, b"\xc0", {}))
+    for verify, count in ((True, 1), (False, 3)):
+        checkpoint = zckpt.open(tmp_path / "c")
+        requests = []
+        for info in checkpoint.values():
+            shape, span = slice_of(info.shape, (slice(None), slice(5, 9)))
+            requests.append(reading.ReadRequest(info, span, torch.empty(shape)))
+        with (
+            mock.patch.object(reading, "PLANNED_PIECES", 32),
+            mock.patch.object(checkpoint, "_read", wraps=checkpoint._read) as read,
+        ):
+            checkpoint.read(requests, verify=verify)
+        assert len(read.call_args_list) == count
+        for request, value in zip(requests, values, strict=True):
+            assert torch.equal(request.target, value[:, 5:9])

@@ -32,7 +32,7 @@ SETUPS: dict[str, tuple[str, dict[str, Any], int]] = {
 }
 """For each way of dividing a model, the module that makes the engine, its settings, and the number of ranks."""
 DTYPES = ("bf16", "fp32")
-AT_EVERY_COMMIT = ("experts", "experts in a pipeline")
+AT_EVERY_COMMIT = ("experts", "experts in a pipeline", "AutoTP")
 
 
 def write_and_export(directory: Path, module: str, setup: dict[str, Any]) -> None:

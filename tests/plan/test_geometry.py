@@ -14,7 +14,7 @@ from tests.support.grids import grids, order_of
 from zckpt.errors import MismatchError
 from zckpt.geometry import (
     Grid,
-    Runs,
+    Rectangles,
     Spaced,
     Span,
     Spans,
@@ -22,8 +22,8 @@ from zckpt.geometry import (
     box_of,
     joined,
     ragged,
-    run_count,
-    runs_in,
+    rectangles_in,
+    row_count,
     slice_of,
     spans_in_both,
 )
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 
 
-def elements_of(runs: Runs) -> dict[int, int]:
-    """Returns the element of the second memory for each element of the first one. Checks that each is there once."""
+def elements_of(rectangles: Rectangles) -> dict[int, int]:
+    """Returns the element of the second order for each element of the first one. Checks that each is there once."""
     pairs = []
-    for one, other, numel, count, one_stride, other_stride in np.stack(runs, 1).tolist():
+    for one, other, numel, count, one_stride, other_stride in np.stack(rectangles, 1).tolist():
         assert numel > 0
         assert count > 0
         assert one_stride >= numel
@@ -57,12 +57,12 @@ def test_runs_have_each_element_once(data: st.DataObject, shape: tuple[int, ...]
     own, other = data.draw(grids(shape)), data.draw(grids(shape))
     start = data.draw(st.integers(0, own.numel))
     span = Span(own, start, data.draw(st.integers(start, own.numel)))
-    runs = runs_in(span, other)
+    rectangles = rectangles_in(span, other)
     place_of = {element: place for place, element in enumerate(order_of(other).tolist())}
     elements = order_of(own)[span.start : span.stop].tolist()
-    assert elements_of(runs) == {at: place_of[element] for at, element in enumerate(elements)}
+    assert elements_of(rectangles) == {at: place_of[element] for at, element in enumerate(elements)}
     # A run that is cut at both ends of the span is at most three rows.
-    assert len(runs.one) <= 3 * run_count(span, other)
+    assert len(rectangles.one) <= 3 * row_count(span, other)
 
 
 @pytest.mark.parametrize(
@@ -77,15 +77,15 @@ def test_runs_have_each_element_once(data: st.DataObject, shape: tuple[int, ...]
 )
 def test_a_box_is_one_row_if_it_has_one_stride(shape: tuple[int, ...], sections: Sections, rows: int) -> None:
     grid = Grid(shape, sections)
-    assert len(runs_in(all_of(shape), grid).one) == run_count(all_of(shape), grid) == rows
-    assert len(runs_in(grid.all, Grid(shape)).one) == run_count(grid.all, Grid(shape)) == rows
+    assert len(rectangles_in(all_of(shape), grid).one) == row_count(all_of(shape), grid) == rows
+    assert len(rectangles_in(grid.all, Grid(shape)).one) == row_count(grid.all, Grid(shape)) == rows
 
 
 def test_only_the_rows_that_a_span_has_are_looked_at() -> None:
     grid = Grid((64, 8, 6), ((), (((0, 4),), ((4, 4),)), (((0, 3),), ((3, 3),))))
-    assert run_count(all_of(grid.shape), grid) == 64 * 4
-    assert run_count(all_of(grid.shape).narrow(60, 4), grid) == 2
-    assert run_count(grid.box(1), grid) == 1
+    assert row_count(all_of(grid.shape), grid) == 64 * 4
+    assert row_count(all_of(grid.shape).narrow(60, 4), grid) == 2
+    assert row_count(grid.box(1), grid) == 1
 
 
 @given(st.data(), st.lists(st.tuples(*[st.integers(0, 30)] * 2, *[st.integers(1, 6)] * 2, st.integers(0, 5))))
@@ -95,7 +95,7 @@ def test_cuts_are_the_elements_in_a_window(data: st.DataObject, rows: list[tuple
     spaced = Spaced(*columns_of_rows)
     high = low + np.array([data.draw(st.integers(0, 40)) for _ in rows], np.int64)
     found: list[list[int]] = [[] for _ in rows]
-    for row, run, before, numel, count in np.stack(spaced.cut(low, high), 1).tolist():
+    for row, run, before, numel, count in np.stack(spaced.clip(low, high), 1).tolist():
         begin = columns[row][1] + run * columns[row][4] + before
         assert numel > 0
         assert count > 0
@@ -124,9 +124,9 @@ def test_slices_are_what_numpy_gives() -> None:
     ]:  # fmt: skip
         shape, span = slice_of(whole.shape, index)
         assert shape == whole[index].shape
-        runs = runs_in(span, Grid(whole.shape))
-        assert elements_of(runs) == dict(enumerate(whole[index].ravel().tolist()))
-    assert len(runs_in(slice_of(whole.shape, (slice(2, 3), slice(1, 4)))[1], Grid(whole.shape)).one) == 1
+        rectangles = rectangles_in(span, Grid(whole.shape))
+        assert elements_of(rectangles) == dict(enumerate(whole[index].ravel().tolist()))
+    assert len(rectangles_in(slice_of(whole.shape, (slice(2, 3), slice(1, 4)))[1], Grid(whole.shape)).one) == 1
     assert slice_of((), ()) == ((), all_of(()))
     wrong: list[Any] = [(slice(None),) * 3, (slice(0, 4, 2),), (slice(None, None, -1),), (1,)]
     for index in wrong:

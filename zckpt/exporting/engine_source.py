@@ -97,7 +97,7 @@ class EngineSource:
         order = _one_holder_each(number, start, stop, copy, rank)
         columns = (number, start, stop, rank, fragment, np.zeros_like(number))
         self.held = StoredPieces(*(column[order] for column in columns))
-        """The elements of each tensor that each rank holds, as ``plan_messages`` takes them."""
+        """The elements of each tensor that each rank holds, as ``plan_exchange`` takes them."""
         self.grids = [Grid(tuple(shape), _as_tuples(sections)) for shape, sections in described.values()]
         """The grid of each tensor."""
         self.sources: dict[str, SourceTensor] = {}

@@ -16,13 +16,14 @@ import numpy as np
 import torch
 
 from zckpt.exporting.write import NewFile, put_whole
-from zckpt.plan.exchange import Messages, SlicedFiles, plan_messages
+from zckpt.plan.exchange import Exchange, SlicedFiles, plan_exchange
 from zckpt.plan.reshard import Wanted
 from zckpt.plan.share import shared_out
 from zckpt.progress import reported
 from zckpt.storage.buffers import PAGE_BYTES
 from zckpt.storage.files import read_from
 from zckpt.system.threads import Worker, stop
+from zckpt.transfer.devices import rows_of
 from zckpt.transfer.memory import byte_tensor, fresh_tensor
 from zckpt.transfer.staging import host_pool
 from zckpt.transfer.torch_dtypes import TORCH_DTYPES
@@ -58,7 +59,7 @@ class Shares:
     rooms: Mapping[int, Conversion]
     """The conversion of each room, by the number of the room. Rooms are numbered after the files."""
     wanted: Sequence[Wanted]
-    """The elements of each source that are written, as ``plan_messages`` takes them."""
+    """The elements of each source that are written, as ``plan_exchange`` takes them."""
     item_bytes: Sequence[int]
     """The size of an element of each source in bytes."""
 
@@ -137,8 +138,8 @@ def write_from_ranks(
 
     def prepare() -> _RankExport:
         shares = share_files(files, sources, ranks.size, smallest_budget)
-        messages = plan_messages(engine.held, engine.grids, shares.wanted, shares.item_bytes, shares.slices, ranks.rank)
-        return _RankExport(store, files, sources, engine, shares, messages, ranks)
+        exchange = plan_exchange(engine.held, engine.grids, shares.wanted, shares.item_bytes, shares.slices)
+        return _RankExport(store, files, sources, engine, shares, exchange, ranks)
 
     export = ranks.together(prepare, "plan the export")
     # ``progress`` may fail on one rank alone, so it is called only in actions of ``together``.
@@ -174,11 +175,11 @@ class _RankExport:
         sources: Mapping[str, SourceTensor],
         engine: EngineSource,
         shares: Shares,
-        messages: Messages,
+        exchange: Exchange,
         ranks: Ranks,
     ) -> None:
         self._store, self._files, self._sources, self._fragments = store, files, sources, engine.fragments
-        self._shares, self._messages, self._ranks = shares, messages, ranks
+        self._shares, self._exchange, self._ranks = shares, exchange, ranks
         self._budget = engine.budget
         self.advance: Callable[[int], None] = lambda nbytes: None
         """A function that is called with the number of bytes that this rank has written since its last call."""
@@ -192,6 +193,16 @@ class _RankExport:
         self._new_files: dict[int, NewFile] = {}
         self._places: dict[Conversion, list[tuple[NewFile, int, str]]] = {}
         """The tensors of this rank that each conversion makes: the file, the offset in it, and the name."""
+        self._arriving = [
+            _joined(
+                [(offset, offset + len(known)) for offset, known in file.known.items()]
+                + [(offset, offset + each.nbytes) for offset, each in file.tensors.items() if each.runs is not None]
+            )
+            for file in files
+        ]
+        """For each file, the ranges of bytes ``[start, stop)`` that no conversion makes, in ascending order."""
+        self._sent, self._received = _buffer(0), _buffer(0)
+        """The bytes of the messages of a round, from one rank after the other. They grow when a round needs more."""
         self._room: torch.Tensor | None = None
         self._received_turn = -1
         self._writing: _Writing | None = None
@@ -207,32 +218,32 @@ class _RankExport:
                 for conversion, made in file.conversions.items():
                     new_file.expect(len(made))
                     self._places.setdefault(conversion, []).extend((new_file, *place) for place in made)
-        rank, messages = self._ranks.rank, self._messages
-        buffers = []
-        for of_rank in (messages.source == rank, messages.target == rank):
-            per_turn = np.bincount(messages.turn[of_rank], _padded(messages.nbytes[of_rank]))
-            buffers.append(torch.empty(int(per_turn.max(initial=0)), dtype=torch.uint8, device="cpu"))
-        self._sent, self._received = buffers
         self._stage = fresh_tensor((self._shares.slices.slice_bytes + PAGE_BYTES,), torch.uint8, "cpu")
 
     def pack(self, turn: int) -> None:
         """Begins to write the slice that this rank received in the last round, and packs the bytes that it sends in
         this round."""
         self._put()
-        messages = self._messages.of_turn(turn)
+        messages = self._exchange.messages(turn, self._ranks.rank)
         sent = messages.take(np.flatnonzero(messages.source == self._ranks.rank))
-        offset = 0
-        for number, start, numel, nbytes in zip(
-            sent.fragment.tolist(), sent.start.tolist(), sent.numel.tolist(), sent.nbytes.tolist(), strict=True
-        ):
-            fragment = self._fragments[number]
-            message = self._sent[offset : offset + nbytes].view(self._dtypes[fragment.name])
-            message.copy_(_elements(fragment, start, numel))
-            offset += _padded(nbytes)
         received = messages.take(np.flatnonzero(messages.target == self._ranks.rank))
-        self._incoming, self._received_turn = received, turn
         self._sent_bytes = self._per_rank(sent.target, sent.nbytes)
         self._received_bytes = self._per_rank(received.source, received.nbytes)
+        if len(self._sent) < sum(self._sent_bytes):
+            del self._sent
+            self._sent = _buffer(sum(self._sent_bytes))
+        if len(self._received) < sum(self._received_bytes):
+            del self._received
+            self._received = _buffer(sum(self._received_bytes))
+        offset = 0
+        columns = (sent.fragment, sent.start, sent.runs, sent.numel, sent.source_stride, sent.nbytes)
+        for number, start, runs, numel, stride, nbytes in zip(*(column.tolist() for column in columns), strict=True):
+            fragment = self._fragments[number]
+            message = self._sent[offset : offset + nbytes].view(self._dtypes[fragment.name])
+            elements = _elements(fragment, start, runs, numel, stride)
+            message.view(elements.shape).copy_(elements)
+            offset += _padded(nbytes)
+        self._incoming, self._received_turn = received, turn
 
     def exchange(self) -> None:
         """Sends the bytes that were packed, and receives the bytes that the other ranks have packed for this one."""
@@ -263,24 +274,24 @@ class _RankExport:
                 self._room = None
             return
         stage = self._stage[-self._stage.data_ptr() % PAGE_BYTES :][:nbytes]
-        filled = self._unpack(stage)
+        self._unpack(stage)
         for begin, known in self._files[file].known.items():
             start, stop = max(begin, first), min(begin + len(known), first + nbytes)
             if start < stop:
                 values = np.frombuffer(known, np.uint8)[start - begin : stop - begin]
                 stage.numpy()[start - first : stop - first] = values
-                filled.append((start - first, stop - first))
-        self._writing = _Writing(self._new_files[file], stage.numpy(), first, _joined(filled), self.advance)
+        clipped = ((max(start - first, 0), min(stop - first, nbytes)) for start, stop in self._arriving[file])
+        parts = [(start, stop) for start, stop in clipped if start < stop]
+        self._writing = _Writing(self._new_files[file], stage.numpy(), first, parts, self.advance)
 
-    def _unpack(self, slice_: torch.Tensor) -> list[tuple[int, int]]:
-        """Copies each message that this rank has received to its place in the slice. Returns the ranges of bytes
-        ``[start, stop)`` of the slice that are filled now."""
-        filled, offset = [], 0
-        for position, nbytes in zip(self._incoming.position.tolist(), self._incoming.nbytes.tolist(), strict=True):
-            slice_[position : position + nbytes] = self._received[offset : offset + nbytes]
-            filled.append((position, position + nbytes))
+    def _unpack(self, slice_: torch.Tensor) -> None:
+        """Copies each message that this rank has received to its places in the slice."""
+        incoming, offset = self._incoming, 0
+        columns = (incoming.position, incoming.target_stride, incoming.runs, incoming.nbytes)
+        for position, stride, runs, nbytes in zip(*(column.tolist() for column in columns), strict=True):
+            places = rows_of(slice_[position:], runs, nbytes // runs, stride)
+            places.copy_(self._received[offset : offset + nbytes].view(places.shape))
             offset += _padded(nbytes)
-        return filled
 
     def _convert(self, conversion: Conversion, room: torch.Tensor) -> None:
         elements = []
@@ -343,18 +354,25 @@ class _Writing:
             raise self._error
 
 
-def _elements(fragment: Fragment, start: int, numel: int) -> torch.Tensor:
-    """Returns ``numel`` elements of a fragment, beginning with its element ``start``. If the fragment is in a file, the
-    elements are read."""
+def _elements(fragment: Fragment, start: int, runs: int, numel: int, stride: int) -> torch.Tensor:
+    """Returns equally spaced runs of elements of a fragment, as ``rows_of`` does. The first run begins with element
+    ``start``. If the fragment is in a file, the elements are read."""
     data = fragment.data
     assert data is not None, "the fragments of an inventory have data"
     if isinstance(data, torch.Tensor):
-        return data[start : start + numel]
+        return rows_of(data[start:], runs, numel, stride)
     dtype = TORCH_DTYPES[fragment.dtype]
-    elements = torch.empty(numel, dtype=dtype, device="cpu")
-    file_range = data.narrow(start * dtype.itemsize, numel * dtype.itemsize)
-    read_from(file_range.path, file_range.offset, byte_tensor(elements).numpy())
-    return elements
+    elements = torch.empty(runs * numel, dtype=dtype, device="cpu")
+    # If there are no gaps between the runs, they are read at once.
+    for number, part in enumerate([elements] if stride == numel else elements.view(runs, numel)):
+        file_range = data.narrow((start + number * stride) * dtype.itemsize, part.nbytes)
+        read_from(file_range.path, file_range.offset, byte_tensor(part).numpy())
+    return rows_of(elements, runs, numel, numel)
+
+
+def _buffer(nbytes: int) -> torch.Tensor:
+    """Returns a buffer for messages in host memory."""
+    return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
 
 def _joined(parts: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from zckpt.format.limits import DATA_ALIGNMENT_BYTES as PAGE_BYTES
-from zckpt.geometry import Spaced, ragged, runs_of_equal
+from zckpt.geometry import ragged, runs_of_equal
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -188,12 +188,12 @@ def plan_reads(
     number += first[row]
     block_start = number * block_bytes
     block_stop = np.minimum(block_start + block_bytes, piece_ranges.piece_bytes[row])
-    cut = Spaced._make(column[row] for column in spaced).cut(block_start, block_stop)
+    parts = spaced.take(row).clip(block_start, block_stop)
     # And from here on, for each copy.
-    row, number, block_start, block_stop = (column[cut.row] for column in (row, number, block_start, block_stop))
+    row, number, block_start, block_stop = (column[parts.row] for column in (row, number, block_start, block_stop))
     stride, target_stride = piece_ranges.stride[row], piece_ranges.target_stride[row]
-    cut_start = piece_ranges.start[row] + cut.first * stride + cut.before
-    cut_stop = cut_start + (cut.runs - 1) * stride + cut.numel
+    cut_start = piece_ranges.start[row] + parts.first * stride + parts.before
+    cut_stop = cut_start + (parts.runs - 1) * stride + parts.numel
     start, stop = (block_start, block_stop) if verify else (cut_start, cut_stop)
     block = piece_ranges.block[row] + number if verify else np.full(len(row), -1)
     file = piece_ranges.file[row]
@@ -214,10 +214,10 @@ def plan_reads(
     copies = np.diff(first_copy, append=len(order))
     copy_columns = (
         (origin + cut_start)[order] - np.repeat(start_at[begins], copies),
-        cut.numel[order],
+        parts.numel[order],
         piece_ranges.target[row][order],
-        (piece_ranges.target_offset[row] + cut.first * target_stride + cut.before)[order],
-        cut.runs[order],
+        (piece_ranges.target_offset[row] + parts.first * target_stride + parts.before)[order],
+        parts.runs[order],
         stride[order],
         target_stride[order],
     )

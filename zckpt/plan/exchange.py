@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from zckpt.geometry import Grid, Ints
-    from zckpt.plan.reshard import StoredPieces, Wanted
+    from zckpt.plan.reshard import PieceRanges, StoredPieces, Wanted
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,64 +70,98 @@ class SlicedFiles:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Messages:
-    """The messages that the ranks send each other, as int64 columns, ordered by ``turn``, ``source``, ``target`` and
-    ``position``. In round ``turn``, rank ``source`` sends ``numel`` elements of its fragment number ``fragment``, from
-    element ``start`` on, to rank ``target``. They go to byte ``position`` of the slice that ``target`` writes in this
-    round, and take ``nbytes`` bytes there."""
+    """The messages that the ranks send each other in one round, as int64 columns, ordered by ``source``, ``target`` and
+    ``position``. Rank ``source`` sends ``runs`` equally spaced runs of elements of its fragment number ``fragment`` to
+    rank ``target``. A run has ``numel`` elements. The first one begins with element ``start``, and each further one
+    ``source_stride`` elements later. In a message, which has ``nbytes`` bytes, they follow each other without gaps. The
+    first run goes to byte ``position`` of the slice that ``target`` writes in this round, and each further one
+    ``target_stride`` bytes later."""
 
-    turn: Ints
     source: Ints
     target: Ints
     position: Ints
+    target_stride: Ints
     fragment: Ints
     start: Ints
+    source_stride: Ints
     numel: Ints
+    runs: Ints
     nbytes: Ints
 
     def take(self, rows: Ints) -> Messages:
         """Returns the messages in these rows."""
         return Messages(*(getattr(self, column)[rows] for column in self.__dataclass_fields__))
 
-    def of_turn(self, turn: int) -> Messages:
-        """Returns the messages of one round."""
-        first, stop = np.searchsorted(self.turn, [turn, turn + 1])
-        return self.take(np.arange(first, stop))
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Exchange:
+    """The plan of all messages. It has a row for all equally spaced runs that a fragment and a file have in common. The
+    messages of a round are made of these rows when the round comes, because there may be many more messages than
+    rows."""
+
+    ranges: PieceRanges
+    """The held elements that are written, ordered by their places in the files, which count as in
+    ``SlicedFiles.starts``."""
+    stops: Ints
+    """For each row, the byte after the last one that it and the rows before it have in the files."""
+    item_bytes: Ints
+    """For each row, the size of an element in bytes."""
+    slice_bytes: int
+    """The size of a slice in bytes."""
+    writer: Ints
+    """For each slice, the rank that writes it."""
+    turn: Ints
+    """For each slice, the round in which it is sent."""
+
+    def messages(self, turn: int, rank: int) -> Messages:
+        """Returns the messages that ``rank`` sends or receives in round ``turn``."""
+        number = np.flatnonzero(self.turn == turn)
+        slice_start = number * self.slice_bytes
+        first = np.searchsorted(self.stops, slice_start, "right")
+        stop = np.searchsorted(self.ranges.target_offset, slice_start + self.slice_bytes)
+        # The columns have one item for each pair of a slice and a row that may have bytes of it.
+        of_slice, row = ragged(stop - first)
+        row += first[of_slice]
+        own = (self.ranges.file[row] == rank) | (self.writer[number][of_slice] == rank)
+        of_slice, row = of_slice[own], row[own]
+        target = self.ranges.in_targets.take(row)
+        parts = target.clip(slice_start[of_slice], slice_start[of_slice] + self.slice_bytes)
+        # And from here on, one item for each message.
+        of_slice, row, target = of_slice[parts.row], row[parts.row], target.take(parts.row)
+        ranges, item = self.ranges.take(row), self.item_bytes[row]
+        messages = Messages(
+            source=ranges.file,
+            target=self.writer[number][of_slice],
+            position=target.start + parts.first * target.stride + parts.before - slice_start[of_slice],
+            target_stride=target.stride,
+            fragment=ranges.piece_offset,
+            start=(ranges.start + parts.first * ranges.stride + parts.before) // item,
+            source_stride=ranges.stride // item,
+            numel=parts.numel // item,
+            runs=parts.runs,
+            nbytes=parts.runs * parts.numel,
+        )
+        return messages.take(np.lexsort((messages.position, messages.target, messages.source)))
 
 
-def plan_messages(
-    held: StoredPieces,
-    grids: Sequence[Grid],
-    wanted: Iterable[Wanted],
-    item_bytes: Sequence[int],
-    slices: SlicedFiles,
-    rank: int,
-) -> Messages:
-    """Plans what ``rank`` sends and receives.
+def plan_exchange(
+    held: StoredPieces, grids: Sequence[Grid], wanted: Iterable[Wanted], item_bytes: Sequence[int], slices: SlicedFiles
+) -> Exchange:
+    """Plans what the ranks send each other.
 
     ``held`` has the elements of each tensor that the ranks hold. In it, ``file`` is the rank and ``offset`` is the
     number of the rank's fragment. ``grids`` has the grid of each tensor. ``wanted`` has the elements of each tensor
     that are written. Their ``target_start`` is their place among the bytes of all files, counted as in
     ``slices.starts``, divided by ``item_bytes``. ``item_bytes`` is the size in bytes of an element of each tensor in
     the files."""
-    held_ranges = piece_ranges(held, grids, wanted, item_bytes)
-    held_ranges = held_ranges.apart(held_ranges.runs > 1)
-    item = np.array(item_bytes, np.int64)[held_ranges.target]
-    # Each range is cut where a slice ends, so there is a row for each slice that it has bytes of.
-    first, stop = held_ranges.target_offset, held_ranges.target_offset + held_ranges.stop - held_ranges.start
-    row, number = ragged(-(-stop // slices.slice_bytes) - first // slices.slice_bytes)
-    slice_start = (first[row] // slices.slice_bytes + number) * slices.slice_bytes
-    begin, end = np.maximum(first[row], slice_start), np.minimum(stop[row], slice_start + slices.slice_bytes)
+    ranges = piece_ranges(held, grids, wanted, item_bytes)
+    ranges = ranges.take(np.argsort(ranges.target_offset, kind="stable"))
     _, writer, turn = slices.owners
-    slice_number = slice_start // slices.slice_bytes
-    messages = Messages(
-        turn=turn[slice_number],
-        source=held_ranges.file[row],
-        target=writer[slice_number],
-        position=begin - slice_start,
-        fragment=held_ranges.piece_offset[row],
-        start=(held_ranges.start[row] + begin - first[row]) // item[row],
-        numel=(end - begin) // item[row],
-        nbytes=end - begin,
+    return Exchange(
+        ranges,
+        np.maximum.accumulate(ranges.in_targets.stop),
+        np.array(item_bytes, np.int64)[ranges.target],
+        slices.slice_bytes,
+        writer,
+        turn,
     )
-    order = np.lexsort((messages.position, messages.target, messages.source, messages.turn))
-    return messages.take(order[(messages.source[order] == rank) | (messages.target[order] == rank)])

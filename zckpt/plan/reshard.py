@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from zckpt.errors import UnsupportedError
-from zckpt.geometry import RUNS_MAX, Spaced, Span, Spans, ragged, runs_in, spans_in_both
+from zckpt.geometry import ROWS_MAX, Spaced, Span, Spans, ragged, rectangles_in, same_order, spans_in_both
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -108,22 +108,35 @@ class PieceRanges:
         """The bytes of each row, counted in its piece."""
         return Spaced(self.start, self.stop - self.start, self.runs, self.stride)
 
+    @property
+    def in_targets(self) -> Spaced:
+        """The bytes to which each row goes, counted in its target."""
+        return Spaced(self.target_offset, self.stop - self.start, self.runs, self.target_stride)
+
+    def take(self, rows: Ints) -> PieceRanges:
+        """Returns the rows with these numbers."""
+        return PieceRanges(*(getattr(self, name)[rows] for name in self.__dataclass_fields__))
+
     def apart(self, which: NDArray[np.bool_]) -> PieceRanges:
         """Returns the same ranges. Those of the rows for which ``which`` is true are in a row of their own each. Raises
         UnsupportedError if there are too many for the memory."""
         if not (which & (self.runs > 1)).any():
             return self
         count = np.where(which, self.runs, 1)
-        if int(count.sum()) > RUNS_MAX:
+        if int(count.sum()) > ROWS_MAX:
             raise UnsupportedError(
-                f"tensors would be moved in more than {RUNS_MAX:,} runs of adjacent elements",
-                hint="move fewer of them at a time; what a checkpoint has is read in fewer runs with verify=True",
+                f"a tensor would be read in more than {ROWS_MAX:,} ranges with gaps between them",
+                hint="read it with verify=True, or in smaller slices",
             )
         row, number = ragged(count)
-        columns = {name: getattr(self, name)[row] for name in self.__dataclass_fields__}
-        for place, stride in (("start", "stride"), ("stop", "stride"), ("target_offset", "target_stride")):
-            columns[place] = columns[place] + number * columns[stride]
-        return PieceRanges(**columns | {"runs": np.where(which, 1, self.runs)[row]})
+        rows = self.take(row)
+        return replace(
+            rows,
+            start=rows.start + number * rows.stride,
+            stop=rows.stop + number * rows.stride,
+            target_offset=rows.target_offset + number * rows.target_stride,
+            runs=np.where(which, 1, self.runs)[row],
+        )
 
 
 def choose_copies(row: Ints, copy: Ints, holder: Ints, rank: int | None) -> Ints:
@@ -149,22 +162,22 @@ def piece_ranges(
     tensor, spaced, target_start, target_stride = _in_order_of(grids, wanted)
     # From here on, the columns have one item for each pair of a row and a piece that may have elements of it.
     row, piece, common = spans_in_both(Spans(tensor, spaced.start, spaced.stop), stored)
-    spaced = Spaced._make(column[row] for column in spaced)
-    cut = spaced.cut(common.start, common.stop)
+    spaced = spaced.take(row)
+    parts = spaced.clip(common.start, common.stop)
     # And from here on, one item for each part of a row that is in one piece.
-    row, piece, stride = row[cut.row], piece[cut.row], spaced.stride[cut.row]
+    row, piece, stride = row[parts.row], piece[parts.row], spaced.stride[parts.row]
     item = item_of_request[tensor[row]]
-    start = spaced.start[cut.row] + cut.first * stride + cut.before - stored.start[piece]
+    start = spaced.start[parts.row] + parts.first * stride + parts.before - stored.start[piece]
     return PieceRanges(
         file=stored.file[piece],
         piece_offset=stored.offset[piece],
         piece_bytes=stored.numel[piece] * item,
         block=stored.block[piece],
         start=start * item,
-        stop=(start + cut.numel) * item,
+        stop=(start + parts.numel) * item,
         target=tensor[row],
-        target_offset=(target_start[row] + cut.first * target_stride[row] + cut.before) * item,
-        runs=cut.runs,
+        target_offset=(target_start[row] + parts.first * target_stride[row] + parts.before) * item,
+        runs=parts.runs,
         stride=stride * item,
         target_stride=target_stride[row] * item,
     )
@@ -178,13 +191,13 @@ def _in_order_of(grids: Sequence[Grid], wanted: Iterable[Wanted]) -> tuple[Ints,
     tables = []
     for request, (own, start, stop), target_start in wanted:
         grid = grids[request]
-        if own is grid or own == grid:  # Mostly they are one object, and then they are not compared.
+        if same_order(own, grid):
             if start < stop:
                 numbers += (request, start, stop, target_start)
             continue
-        runs = runs_in(Span(own, start, stop), grid)
-        columns = (runs.other, runs.numel, runs.runs, runs.other_stride, target_start + runs.one, runs.one_stride)
-        tables.append(np.stack([np.full_like(runs.one, request), *columns], 1))
+        one, other, numel, runs, one_stride, other_stride = rectangles_in(Span(own, start, stop), grid)
+        columns = (np.full_like(one, request), other, numel, runs, other_stride, target_start + one, one_stride)
+        tables.append(np.stack(columns, 1))
     requests, starts, stops, places = np.array(numbers, np.int64).reshape(-1, 4).T
     numel = stops - starts
     single = np.stack([requests, starts, numel, np.ones_like(numel), numel, places, numel], 1)

@@ -15,9 +15,9 @@ import torch
 from zckpt.engines.tensors import set_in_place
 from zckpt.errors import FormatError, MismatchError, count
 from zckpt.format import names, tree
-from zckpt.geometry import Span, all_of, run_count, slice_of
+from zckpt.geometry import Span, all_of, row_count, same_order, slice_of
 from zckpt.listing.contents import TensorInfo
-from zckpt.plan.coalesce import plan_reads
+from zckpt.plan.coalesce import SPACED_GAP_BYTES, plan_reads
 from zckpt.plan.reshard import Wanted, piece_ranges
 from zckpt.progress import Progress, reported
 from zckpt.reading.extra_state import extra_state
@@ -576,7 +576,7 @@ class Checkpoint(Mapping[str, TensorInfo]):
         if not urgent:
             after_urgent()
         grids = self.contents.grids(request.info for request in requests)
-        batches, left = list(self._batches(requests, grids)), urgent
+        batches, left = list(self._batches(requests, grids, verify)), urgent
         with staging.kept() if len(batches) > 1 else nullcontext():
             for batch in batches:
                 size = batch.stop - batch.start
@@ -586,14 +586,17 @@ class Checkpoint(Mapping[str, TensorInfo]):
                 self._read(requests[batch], grids[batch], rank, verify, advance, staging, urgent_of_batch, after)
                 left -= size
 
-    def _batches(self, requests: Sequence[ReadRequest], grids: Sequence[Grid]) -> Iterator[slice]:
+    def _batches(self, requests: Sequence[ReadRequest], grids: Sequence[Grid], verify: bool) -> Iterator[slice]:
         """Yields the positions of the requests that are planned together. Planning takes memory for each piece of a
-        tensor, and for each row of equally spaced runs. ``grids``: the grid of the tensor of each request."""
+        tensor, for each row of equally spaced runs, and for each range that is read by itself. ``grids``: the grid of
+        the tensor of each request."""
         first, planned = 0, 0
         for number, (request, grid) in enumerate(zip(requests, grids, strict=True)):
-            # Mostly the span has the same grid object, and then its runs need not be counted.
-            runs = 1 if request.span.grid is grid else run_count(request.span, grid)
-            pieces = self.world_size - 1 + runs
+            pieces = self.world_size
+            if not same_order(request.span.grid, grid):
+                pieces += row_count(request.span, grid) - 1
+                if not verify:  # The most ranges that ``plan_reads`` does not read together.
+                    pieces += request.info.nbytes // SPACED_GAP_BYTES
             if number > first and planned + pieces > PLANNED_PIECES:
                 yield slice(first, number)
                 first, planned = number, 0
