@@ -98,7 +98,7 @@ class Division:
         for name, shape in shapes.items():
             if self._experts is not None and self._experts.is_expert(name):
                 cut = self._experts.cut_of(name, shape)
-                span = all_of(shape) if cut is None else section_of(*cut, number)
+                span = all_of(shape) if cut is None else section_of(cut[0], {cut[1]: (cut[2], number)})
                 if span.numel != math.prod(shape):
                     raise FormatError(f"its shape {list(shape)} is not that of the experts of a rank", key=name)
                 local_tensors[name] = LocalTensor(span, holders)
@@ -143,7 +143,9 @@ class Division:
         if not all(name in other for other in of_ranks):
             raise FormatError("only some tensor-parallel ranks have this parameter", key=name)
         cut = self._cuts.of(name, [other[name] for other in of_ranks])
-        return (all_of(shape), "every rank") if cut is None else (section_of(*cut, tensor_rank), "")
+        return (
+            (all_of(shape), "every rank") if cut is None else (section_of(cut[0], {cut[1]: (cut[2], tensor_rank)}), "")
+        )
 
 
 def ranks_of(saved: Mapping[str, Any]) -> tuple[int, int]:

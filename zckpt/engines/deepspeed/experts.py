@@ -1,16 +1,21 @@
 """Experts that are divided between ranks: those of ``deepspeed.moe.layer.MoE``, and those of AutoEP.
 
 A rank of ``MoE`` has some of the experts, each with its own parameters, and numbers them from 0. In a checkpoint they
-have their numbers among all experts of the layer. AutoEP keeps each weight of all experts in one parameter, whose first
-dimension is divided.
+have their numbers among all experts of the layer.
+
+AutoEP replaces layers of a model by its own. These keep each weight of all experts in one parameter, whose first
+dimension is divided. In a checkpoint, the tensors have the names and shapes that they had before, where the gate and
+the up projection mostly are one tensor.
 """
 
 from __future__ import annotations
 
 import re
+import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zckpt.engines.deepspeed.classes import is_a
+from zckpt.engines.tensors import plain_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -22,6 +27,8 @@ if TYPE_CHECKING:
 
     Cut = tuple[tuple[int, ...], int, Sequence[Section]]
     """The shape of a whole parameter, the dimension that is cut, and the indices of each rank in it."""
+    Cuts = tuple[tuple[int, ...], Mapping[int, tuple[Sequence[Section], int]]]
+    """The shape of a whole parameter, and the argument ``cuts`` of ``section_of`` for the local tensor of this rank."""
 
 EXPERT = re.compile(r"(.*?deepspeed_experts\.)(\d+)(\..*)")
 """Matches the name of a parameter or buffer of an expert."""
@@ -105,12 +112,97 @@ def process_group_of_expert(engine: Any, parameter: Any) -> ProcessGroup | None:
     return groups.get(getattr(parameter, "group_name", ""))
 
 
-def divided_by_autoep(parameter: Any) -> tuple[Cut, int] | None:
-    """Returns how AutoEP has divided a parameter, and the number of this rank among those over which it is divided.
-    Returns None for any other parameter."""
-    described = getattr(parameter, _AUTOEP, None)
-    if described is None:
-        return None
-    ranks = sorted(described["expert_placement"]["ranks"], key=lambda rank: rank["rank"])
-    sections = [tuple((int(expert), 1) for expert in rank["experts"]) for rank in ranks]
-    return (tuple(described["logical_shape"]), 0, sections), int(described["ep_rank"])
+class AutoExperts:
+    """The tensors of the layers of AutoEP, with the names that they had before. AutoEP has found them by these names,
+    which are in its configuration, or in its table of models ("presets")."""
+
+    def __init__(self, engine: Any, module: nn.Module) -> None:
+        self.names: dict[str, str] = {}
+        """The name that each tensor of the layers has in a checkpoint, by its name in the module. The gate and the up
+        projection have no name of their own in a checkpoint if they were one tensor."""
+        self._halves: dict[str, tuple[str, int]] = {}
+        """For these: the name of the one tensor, and the number of the half of its second dimension."""
+        for path, layer in module.named_modules():
+            if is_a(layer, "AutoEPMoELayer"):
+                before = _names_before(engine._config.expert_parallel_config, layer.model_family)
+                self._add(plain_name(path), layer, before)
+
+    @property
+    def any(self) -> bool:
+        """Whether there are such layers."""
+        return bool(self.names)
+
+    def _add(self, path: str, layer: Any, before: _Names) -> None:
+        experts, own = f"{path}.{before.experts}", f"{path}.experts"
+        self.names[f"{own}.w2"] = f"{experts}.{before.down}"
+        if before.up is None:
+            self._halves |= {f"{own}.{w}": (f"{experts}.{before.gate}", half) for half, w in enumerate(("w1", "w3"))}
+        else:
+            self.names |= {f"{own}.w1": f"{experts}.{before.gate}", f"{own}.w3": f"{experts}.{before.up}"}
+        modules = {
+            id(layer.router): before.router,
+            id(layer.shared_experts): before.shared_experts,
+            id(layer.shared_experts_gate): before.shared_gate,
+        }
+        for name, child in layer._modules.items():  # It may have the router under a second name too.
+            if child is not None and id(child) in modules:
+                for tensor, _ in (*child.named_parameters(), *child.named_buffers()):
+                    tensor_before = plain_name(tensor)
+                    if child is layer.router:  # It was one module, and is now a module with another one in it.
+                        tensor_before = tensor_before.removeprefix("gate.")
+                    self.names[f"{path}.{name}.{plain_name(tensor)}"] = f"{path}.{modules[id(child)]}.{tensor_before}"
+
+    def unsupported(self, parameters: Mapping[str, Any]) -> Iterator[str]:
+        """Yields a phrase for an error if one half of a tensor has a master weight and the other one has none."""
+        trained: dict[str, bool] = {}
+        for name, (whole, _) in self._halves.items():
+            if trained.setdefault(whole, parameters[name].requires_grad) != parameters[name].requires_grad:
+                yield f"{whole}, of which only one half is trained (experts.w1 or experts.w3)"
+                return
+
+    def cuts(self, name: str, parameter: Any) -> Cuts | None:
+        """Returns how AutoEP has divided a parameter, or None for any other parameter."""
+        described = getattr(parameter, _AUTOEP, None)
+        if described is None:
+            return None
+        ranks = sorted(described["expert_placement"]["ranks"], key=lambda rank: rank["rank"])
+        sections = [tuple((int(expert), 1) for expert in rank["experts"]) for rank in ranks]
+        shape, cuts = tuple(described["logical_shape"]), {0: (sections, int(described["ep_rank"]))}
+        if name in self._halves:
+            experts, width, *others = shape
+            shape, cuts[1] = (experts, 2 * width, *others), ([((0, width),), ((width, width),)], self._halves[name][1])
+        return shape, cuts
+
+    def stored_as(self, name: str) -> str:
+        """Returns the value of ``LocalTensor.stored_as`` for a parameter."""
+        return self._halves[name][0] if name in self._halves else ""
+
+
+class _Names(NamedTuple):
+    """The names of the tensors and modules of a layer before AutoEP has replaced it."""
+
+    router: str
+    experts: str
+    gate: str
+    """The gate projections of all experts. Without ``up``, this tensor has the up projections too."""
+    down: str
+    up: str | None
+    shared_experts: str
+    shared_gate: str
+
+
+def _names_before(config: Any, family: str) -> _Names:
+    """Returns the names that AutoEP has looked for. ``config``: its configuration. ``family``: the preset that fits the
+    model, or the name of a preset that the configuration describes alone."""
+    preset = sys.modules["deepspeed.module_inject.auto_ep_config"].PRESET_MODELS.get(family)
+
+    def name(of_config: str, default: str, of_preset: str = "") -> str:
+        return str(getattr(config, of_config) or getattr(preset, of_preset or of_config, default))
+
+    up = config.expert_w3  # neither a text nor None if the configuration does not have it
+    return _Names(
+        name("router_pattern", "gate"), name("expert_pattern", "experts", "experts_pattern"),
+        name("expert_w1", "gate_up_proj"), name("expert_w2", "down_proj"),
+        up if up is None or isinstance(up, str) else getattr(preset, "expert_w3", None),
+        name("shared_experts_pattern", ""), name("shared_experts_gate_pattern", ""),
+    )  # fmt: skip
