@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -97,11 +98,11 @@ class Division:
         local_tensors = {}
         for name, shape in shapes.items():
             if self._experts is not None and self._experts.is_expert(name):
-                cut = self._experts.cut_of(name, shape)
-                span = all_of(shape) if cut is None else section_of(cut[0], {cut[1]: (cut[2], number)})
+                cuts = self._experts.cuts(name, shape, number)
+                span = all_of(shape) if cuts is None else section_of(*cuts)
                 if span.numel != math.prod(shape):
                     raise FormatError(f"its shape {list(shape)} is not that of the experts of a rank", key=name)
-                local_tensors[name] = LocalTensor(span, holders)
+                local_tensors[name] = LocalTensor(span, holders, stored_as=self._experts.stored_as(name))
                 continue
             span, replicated = self._span(place.model, name, shape)
             owners, first = everyone, not replicated or tensor_rank == 0
@@ -115,16 +116,19 @@ class Division:
         return local_tensors
 
     def whole_tensors(self, place: Place, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, LocalTensor]:
-        """Returns the whole parameters of which a rank holds a part. The ranks of a stage share them. ``shapes``: as
-        for ``local_tensors``."""
+        """Returns the whole parameters of which a rank holds a part, as a Universal Checkpoint has them. The ranks of a
+        stage share them. ``shapes``: as for ``local_tensors``."""
         sharing = RankGroup(None, self.in_stage(place), tuple(range(self.data_ranks * self.tensor_ranks)))
         stage, local_tensors = place.model // self.tensor_ranks, self.local_tensors(place, shapes)
-        return {
-            name: LocalTensor(
-                all_of(local.span.grid.shape), sharing, writes_partition=self._stages_with(name)[0] == stage
+        whole_tensors = {}
+        for name, local in local_tensors.items():
+            shape, first = local.span.grid.shape, self._stages_with(name)[0] == stage
+            half = {} if self._experts is None else self._experts.cuts_of_half(name, shape)
+            span = section_of(shape, half) if half else all_of(shape)
+            whole_tensors[name] = replace(
+                local, span=span, owners=sharing, partition_replicated="", writes_partition=first
             )
-            for name, local in local_tensors.items()
-        }
+        return whole_tensors
 
     def _stages_with(self, name: str) -> list[int]:
         """Returns the stages of the pipeline that have a parameter, which are several for that of a shared module."""
@@ -142,7 +146,8 @@ class Division:
         of_ranks = self._shapes[stage * self.tensor_ranks : (stage + 1) * self.tensor_ranks]
         if not all(name in other for other in of_ranks):
             raise FormatError("only some tensor-parallel ranks have this parameter", key=name)
-        cut = self._cuts.of(name, [other[name] for other in of_ranks])
+        own_name = name if self._experts is None else self._experts.own_name(name)
+        cut = self._cuts.of(own_name, [other[name] for other in of_ranks])
         return (
             (all_of(shape), "every rank") if cut is None else (section_of(cut[0], {cut[1]: (cut[2], tensor_rank)}), "")
         )

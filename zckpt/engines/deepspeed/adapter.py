@@ -12,7 +12,7 @@ import torch
 from zckpt.engines import optimizer, rng
 from zckpt.engines.contract import Use
 from zckpt.engines.deepspeed import data_sampler, refuse, scaler
-from zckpt.engines.deepspeed.experts import AutoExperts, MoeExperts
+from zckpt.engines.deepspeed.experts import AutoExperts, MoeExperts, auto_experts_of
 from zckpt.engines.deepspeed.group import group_of_engine, process_group
 from zckpt.engines.deepspeed.local_tensors import local_tensors_of
 from zckpt.engines.deepspeed.pipeline_stage import PipelineStage
@@ -228,7 +228,7 @@ class DeepSpeedAdapter(ModuleAdapter):
     @cached_property
     def _auto_experts(self) -> AutoExperts:
         """The tensors of the layers of AutoEP."""
-        return AutoExperts(self.engine, self.module)
+        return auto_experts_of(self.engine, self.module)
 
     def _groups(self) -> list[list[str]] | None:
         """Returns the value of ``Setup.groups``: the names of the parameters of each param group, or None unless the

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import re
 import sys
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zckpt.engines.deepspeed.classes import is_a
 from zckpt.engines.tensors import plain_name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
     from torch import nn
     from torch.distributed import ProcessGroup
@@ -113,72 +114,88 @@ def process_group_of_expert(engine: Any, parameter: Any) -> ProcessGroup | None:
 
 
 class AutoExperts:
-    """The tensors of the layers of AutoEP, with the names that they had before. AutoEP has found them by these names,
-    which are in its configuration, or in its table of models ("presets")."""
+    """The tensors of the layers of AutoEP, with the names that they had before."""
 
-    def __init__(self, engine: Any, module: nn.Module) -> None:
+    def __init__(self) -> None:
         self.names: dict[str, str] = {}
         """The name that each tensor of the layers has in a checkpoint, by its name in the module. The gate and the up
         projection have no name of their own in a checkpoint if they were one tensor."""
         self._halves: dict[str, tuple[str, int]] = {}
         """For these: the name of the one tensor, and the number of the half of its second dimension."""
-        for path, layer in module.named_modules():
-            if is_a(layer, "AutoEPMoELayer"):
-                before = _names_before(engine._config.expert_parallel_config, layer.model_family)
-                self._add(plain_name(path), layer, before)
 
     @property
     def any(self) -> bool:
         """Whether there are such layers."""
         return bool(self.names)
 
-    def _add(self, path: str, layer: Any, before: _Names) -> None:
-        experts, own = f"{path}.{before.experts}", f"{path}.experts"
-        self.names[f"{own}.w2"] = f"{experts}.{before.down}"
-        if before.up is None:
-            self._halves |= {f"{own}.{w}": (f"{experts}.{before.gate}", half) for half, w in enumerate(("w1", "w3"))}
-        else:
-            self.names |= {f"{own}.w1": f"{experts}.{before.gate}", f"{own}.w3": f"{experts}.{before.up}"}
-        modules = {
-            id(layer.router): before.router,
-            id(layer.shared_experts): before.shared_experts,
-            id(layer.shared_experts_gate): before.shared_gate,
-        }
-        for name, child in layer._modules.items():  # It may have the router under a second name too.
-            if child is not None and id(child) in modules:
-                for tensor, _ in (*child.named_parameters(), *child.named_buffers()):
-                    tensor_before = plain_name(tensor)
-                    if child is layer.router:  # It was one module, and is now a module with another one in it.
-                        tensor_before = tensor_before.removeprefix("gate.")
-                    self.names[f"{path}.{name}.{plain_name(tensor)}"] = f"{path}.{modules[id(child)]}.{tensor_before}"
+    def add(self, path: str, before: NamesBefore, tensors: Iterable[str]) -> None:
+        """Adds the layer at ``path``. ``tensors``: the names of its tensors inside of the layer."""
+        for tensor in tensors:
+            name, half = f"{path}.{before.name(tensor)}", before.half(tensor)
+            if half is None:
+                self.names[f"{path}.{tensor}"] = name
+            else:
+                self._halves[f"{path}.{tensor}"] = name, half
 
-    def unsupported(self, parameters: Mapping[str, Any]) -> Iterator[str]:
-        """Yields a phrase for an error if one half of a tensor has a master weight and the other one has none."""
-        trained: dict[str, bool] = {}
+    def unsupported(self, trained: Container[str]) -> Iterator[str]:
+        """Yields a phrase for an error if one half of a tensor has a master weight and the other one has none.
+        ``trained``: the parameters that have master weights."""
+        halves: dict[str, bool] = {}
         for name, (whole, _) in self._halves.items():
-            if trained.setdefault(whole, parameters[name].requires_grad) != parameters[name].requires_grad:
+            if halves.setdefault(whole, name in trained) != (name in trained):
                 yield f"{whole}, of which only one half is trained (experts.w1 or experts.w3)"
                 return
 
-    def cuts(self, name: str, parameter: Any) -> Cuts | None:
-        """Returns how AutoEP has divided a parameter, or None for any other parameter."""
-        described = getattr(parameter, _AUTOEP, None)
-        if described is None:
-            return None
-        ranks = sorted(described["expert_placement"]["ranks"], key=lambda rank: rank["rank"])
-        sections = [tuple((int(expert), 1) for expert in rank["experts"]) for rank in ranks]
-        shape, cuts = tuple(described["logical_shape"]), {0: (sections, int(described["ep_rank"]))}
+    def cuts(self, name: str, shape: Sequence[int], sections: Sequence[Section], number: int) -> Cuts:
+        """Returns how AutoEP has divided a parameter. ``shape``: that of all experts together. ``sections``: the
+        experts of each rank. ``number``: that of this rank."""
+        whole = shape
         if name in self._halves:
             experts, width, *others = shape
-            shape, cuts[1] = (experts, 2 * width, *others), ([((0, width),), ((width, width),)], self._halves[name][1])
-        return shape, cuts
+            whole = (experts, 2 * width, *others)
+        return tuple(whole), {0: (sections, number), **self.cuts_of_half(name, whole)}
+
+    def cuts_of_half(self, name: str, whole: Sequence[int]) -> dict[int, tuple[Sequence[Section], int]]:
+        """Returns how a parameter is cut out of the one that a checkpoint has, beside the division of the experts.
+        ``whole``: the shape in the checkpoint."""
+        if name not in self._halves:
+            return {}
+        width = whole[1] // 2
+        return {1: ([((0, width),), ((width, width),)], self._halves[name][1])}
 
     def stored_as(self, name: str) -> str:
         """Returns the value of ``LocalTensor.stored_as`` for a parameter."""
         return self._halves[name][0] if name in self._halves else ""
 
 
-class _Names(NamedTuple):
+def auto_experts_of(engine: Any, module: nn.Module) -> AutoExperts:
+    """Returns the tensors of the layers of AutoEP that an engine has."""
+    experts = AutoExperts()
+    for path, layer in module.named_modules():
+        if is_a(layer, "AutoEPMoELayer"):
+            presets = sys.modules["deepspeed.module_inject.auto_ep_config"].PRESET_MODELS
+            before = names_before(vars(engine._config.expert_parallel_config), presets.get(layer.model_family))
+            named = (layer.named_parameters(remove_duplicate=False), layer.named_buffers(remove_duplicate=False))
+            experts.add(plain_name(path), before, (plain_name(name) for name, _ in chain(*named)))
+    return experts
+
+
+def divided_by_autoep(parameter: Any) -> tuple[tuple[int, ...], list[Section], int] | None:
+    """Returns how AutoEP has divided a parameter, as arguments of ``AutoExperts.cuts``, or None for any other
+    parameter."""
+    described = getattr(parameter, _AUTOEP, None)
+    if described is None:
+        return None
+    return tuple(described["logical_shape"]), sections_of(described["expert_placement"]), int(described["ep_rank"])
+
+
+def sections_of(placement: Mapping[str, Any]) -> list[Section]:
+    """Returns the experts that each rank has of a layer of AutoEP. ``placement``: AutoEP's description of it."""
+    ranks = sorted(placement["ranks"], key=lambda rank: rank["rank"])
+    return [tuple((int(expert), 1) for expert in rank["experts"]) for rank in ranks]
+
+
+class NamesBefore(NamedTuple):
     """The names of the tensors and modules of a layer before AutoEP has replaced it."""
 
     router: str
@@ -190,17 +207,35 @@ class _Names(NamedTuple):
     shared_experts: str
     shared_gate: str
 
+    def name(self, inside: str) -> str:
+        """Returns the name that a tensor had inside of the layer. ``inside``: its name in AutoEP's layer, which may
+        have the router under a second name too."""
+        child, _, rest = inside.partition(".")
+        if child == "experts":
+            weights = {"w1": self.gate, "w2": self.down, "w3": self.up or self.gate}
+            return f"{self.experts}.{weights.get(rest, rest)}"
+        if child in ("shared_experts", "shared_experts_gate"):
+            return f"{self.shared_experts if child == 'shared_experts' else self.shared_gate}.{rest}"
+        if rest.startswith("gate.") or rest == "e_score_correction_bias":
+            # The router was one module, and is now a module with another one in it.
+            return f"{self.router}.{rest.removeprefix('gate.')}"
+        return inside
 
-def _names_before(config: Any, family: str) -> _Names:
-    """Returns the names that AutoEP has looked for. ``config``: its configuration. ``family``: the preset that fits the
-    model, or the name of a preset that the configuration describes alone."""
-    preset = sys.modules["deepspeed.module_inject.auto_ep_config"].PRESET_MODELS.get(family)
+    def half(self, inside: str) -> int | None:
+        """Returns the number of the half that a tensor was of a tensor before, or None if it was a tensor of its
+        own."""
+        return {"experts.w1": 0, "experts.w3": 1}.get(inside) if self.up is None else None
 
-    def name(of_config: str, default: str, of_preset: str = "") -> str:
-        return str(getattr(config, of_config) or getattr(preset, of_preset or of_config, default))
 
-    up = config.expert_w3  # neither a text nor None if the configuration does not have it
-    return _Names(
+def names_before(settings: Mapping[str, Any], preset: Any) -> NamesBefore:
+    """Returns the names that AutoEP has looked for in a model. ``settings``: those of ``expert_parallel``. ``preset``:
+    AutoEP's description of the kind of model, or None if the settings describe it alone."""
+
+    def name(of_settings: str, default: str, of_preset: str = "") -> str:
+        return str(settings.get(of_settings) or getattr(preset, of_preset or of_settings, default))
+
+    up = settings.get("expert_w3", 0)  # neither a text nor None if the settings do not have it
+    return NamesBefore(
         name("router_pattern", "gate"), name("expert_pattern", "experts", "experts_pattern"),
         name("expert_w1", "gate_up_proj"), name("expert_w2", "down_proj"),
         up if up is None or isinstance(up, str) else getattr(preset, "expert_w3", None),

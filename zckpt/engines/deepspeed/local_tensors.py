@@ -18,7 +18,7 @@ from functools import cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from zckpt.engines.deepspeed.experts import process_group_of_expert
+from zckpt.engines.deepspeed.experts import divided_by_autoep, process_group_of_expert
 from zckpt.engines.deepspeed.group import process_group_of_owners
 from zckpt.engines.group import RankGroup, rank_group_of
 from zckpt.engines.local_tensors import LocalTensor
@@ -59,7 +59,8 @@ def local_tensors_of(
     """Returns the local tensors of all parameters of an engine. ``shapes``: what ``Kind.shapes`` has returned. Raises
     ValueError, with a phrase for an error, if it cannot be told how a parameter is cut."""
     owners, tensor_ranks = rank_group_of(process_group_of_owners(engine)), tensor_parallel_ranks(engine)
-    of_experts = (*experts.unsupported(parameters, tensor_ranks.size), *auto_experts.unsupported(parameters))
+    trained = {name for name, parameter in parameters.items() if parameter.requires_grad}
+    of_experts = (*experts.unsupported(parameters, tensor_ranks.size), *auto_experts.unsupported(trained))
     for reason in (*stage.unsupported(parameters), *of_experts):
         raise ValueError(reason)
     # A stage of a pipeline, and a model that AutoTP does not know, may have no layer that is cut.
@@ -74,9 +75,10 @@ def local_tensors_of(
     local_tensors, group_of = {}, cache(rank_group_of)
     for name, parameter in parameters.items():
         shape = tuple(shapes.get(id(parameter), parameter.shape))
-        expert_group, cuts = process_group_of_expert(engine, parameter), auto_experts.cuts(name, parameter)
-        if cuts is not None or expert_group is not None:
+        expert_group, by_autoep = process_group_of_expert(engine, parameter), divided_by_autoep(parameter)
+        if by_autoep is not None or expert_group is not None:
             own = owners if expert_group is None else group_of(expert_group)
+            cuts = None if by_autoep is None else auto_experts.cuts(name, *by_autoep)
             span, same_borders = _span_of(name, shape, cuts)
             copies = f"whole experts of ranks {own.ranks}" if own.size > 1 else ""
             stored_as = auto_experts.stored_as(name)
