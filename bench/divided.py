@@ -56,7 +56,7 @@ def boxes(state: Mapping[str, torch.Tensor], dim: int) -> Ranks:
         part, _, name = key.partition("/")
         size = tensor.shape[dim] // RANKS
         for rank, fragments in enumerate(ranks):
-            span = section_of(tensor.shape, dim, [((of * size, size),) for of in range(RANKS)], rank)
+            span = section_of(tensor.shape, {dim: ([((of * size, size),) for of in range(RANKS)], rank)})
             data = tensor.narrow(dim, rank * size, size).contiguous().reshape(-1)
             fragments.append(Fragment(part, name, "F32", span, data=data))
     return ranks

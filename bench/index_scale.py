@@ -80,7 +80,7 @@ def generate(path: Path, ranks: int, parameters: int, tp: int, seed: int = 0) ->
             held = all_of(shape)
             if tp > 1 and len(shape) == 2:
                 width = shape[number % 2] // tp
-                held = section_of(shape, number % 2, [((width * of, width),) for of in range(tp)], rank % tp)
+                held = section_of(shape, {number % 2: ([((width * of, width),) for of in range(tp)], rank % tp)})
             elif rank % tp:
                 continue  # Another rank writes this replica.
             share = -(-held.numel // (ranks // tp))

@@ -25,7 +25,7 @@ import numpy as np
 from zckpt.errors import MismatchError, UnsupportedError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -161,20 +161,26 @@ def box_of(
     return grid.box(int(np.ravel_multi_index(places, [len(of_dim) for of_dim in chunks])))
 
 
-def section_of(shape: Sequence[int], dim: int, sections: Sequence[Section], number: int) -> Span:
-    """Returns the elements that one rank holds of a tensor of which only dimension ``dim`` is cut. All ranks get spans
-    of the same order, as from ``box_of``. ``sections``: the indices of each rank in this dimension, in the order of the
-    rank. They may be empty. ``number``: the number of the rank."""
-    sections = [_joined_section(section) for section in sections]
-    if all(len(section) <= 1 for section in sections):
-        chunks = [[(0, size)] for size in shape]
-        chunks[dim] = [section[0] if section else (0, 0) for section in sections]
-        return box_of(
-            shape, chunks, [chunks[dim][number] if at == dim else chunk for at, (chunk, *_) in enumerate(chunks)]
-        )
-    used = tuple(filter(None, sections))
-    grid = Grid(tuple(shape), tuple(used if at == dim else () for at in range(len(shape))))
-    return grid.box(used.index(sections[number])) if sections[number] and grid.numel else Span(grid, 0, 0)
+def section_of(shape: Sequence[int], cuts: Mapping[int, tuple[Sequence[Section], int]]) -> Span:
+    """Returns the elements that one rank holds of a tensor that is cut in some dimensions. All ranks get spans of the
+    same order, as from ``box_of``. ``cuts``: for each dimension that is cut, the indices of each part in this
+    dimension, and the number of the part that the rank holds. A part may be empty."""
+    held: list[Section] = []
+    used: list[tuple[Section, ...]] = []
+    for dim, size in enumerate(shape):
+        sections, number = cuts.get(dim, ((((0, size),),), 0))
+        joined_sections = [_joined_section(section) for section in sections]
+        held.append(joined_sections[number])
+        used.append(tuple(filter(None, joined_sections)))
+    if all(len(section) == 1 for of_dim in used for section in of_dim):
+        bounds = [section[0] if section else (0, 0) for section in held]
+        return box_of(shape, [[interval for (interval,) in of_dim] for of_dim in used], bounds)
+    sections_of_dims = (() if of_dim == (((0, size),),) else of_dim for of_dim, size in zip(used, shape, strict=True))
+    grid = Grid(tuple(shape), tuple(sections_of_dims))
+    if not (all(held) and grid.numel):
+        return Span(grid, 0, 0)
+    places = [of_dim.index(section) for of_dim, section in zip(used, held, strict=True)]
+    return grid.box(int(np.ravel_multi_index(places, [len(of_dim) for of_dim in used])))
 
 
 def _joined_section(section: Section) -> Section:

@@ -11,6 +11,7 @@ import zckpt
 from tests.support.deepspeed_folders import (
     MODEL,
     adam,
+    make_auto_experts,
     make_divided,
     make_experts,
     make_pipeline,
@@ -178,6 +179,46 @@ def test_a_pipeline_without_zero(tmp_path: Path) -> None:
 )
 def test_experts_that_do_not_fit(tmp_path: Path, more: Any, error: Any, match: str) -> None:
     refused(make_experts(tmp_path / "source", **more), error, match)
+
+
+@pytest.mark.parametrize(
+    ("settings", "experts", "shared"),
+    [
+        ({}, ["gate_up_proj", "down_proj"], "shared_expert"),
+        ({"preset_model": "qwen3_moe", "expert_w2": "out"}, ["gate_up_proj", "out"], "shared_expert"),
+        ({"expert_w1": "g", "expert_w3": "u", "shared_experts_pattern": "s"}, ["g", "u", "down_proj"], "s"),
+    ],
+)
+def test_tensors_of_autoep_have_the_names_that_they_had_before(
+    tmp_path: Path, settings: Any, experts: list[str], shared: str
+) -> None:
+    source = make_auto_experts(tmp_path / "source", **settings)
+    checkpoint = zckpt.open(zckpt.convert(source, tmp_path / "converted").path)
+    names = [
+        *(f"experts.{name}" for name in experts),
+        "gate.weight",
+        f"{shared}.up.weight",
+        "shared_expert_gate.weight",
+    ]
+    expected = {f"{part}/moe.{name}" for part in ("master", "exp_avg", "exp_avg_sq") for name in names}
+    assert set(checkpoint) == {*expected, "buffer/moe.gate.e_score_correction_bias"}
+    assert not checkpoint.aliases
+    if "gate_up_proj" in experts:
+        values = [[[0, 1], [20, 21]], [[2, 3], [22, 23]]]
+        assert checkpoint.load()["master/moe.experts.gate_up_proj"].tolist() == values
+        assert (checkpoint.load()["exp_avg/moe.experts.gate_up_proj"] - 100).tolist() == values
+
+
+@pytest.mark.parametrize(
+    ("more", "match"),
+    [
+        ({"preset_model": "grok"}, "the preset_model 'grok'"),
+        ({"shared_experts_gate_pattern": "g"}, "without shared_experts_pattern"),
+        ({"trained": ("w1", "w2")}, "gate_up_proj, of which only one half is trained"),
+    ],
+)
+def test_tensors_of_autoep_that_cannot_be_told_apart(tmp_path: Path, more: Any, match: str) -> None:
+    refused(make_auto_experts(tmp_path / "source", **more), zckpt.UnsupportedError, match)
 
 
 def test_the_file_of_another_expert(tmp_path: Path) -> None:

@@ -54,10 +54,14 @@ CASES: dict[str, Case] = {
     "moe-0-bf16": (EP, [({"ep": 2, "stage": 0, "dtype": "bf16"}, 2)], {}),
     "moe-2-strided": (EP, [({"ep": 2, "stage": 2, "use_data_before_expert_parallelism": True}, 4)], {}),
     "auto-1": (EP, [({"ep": 2, "stage": 1, "auto": True}, 4), ({"ep": 4, "stage": 3, "auto": True}, 4)], {}),
-    "auto-3": (EP, [({"ep": 2, "stage": 3, "auto": True, "dtype": "bf16"}, 4)], {}),
+    "auto-3": (
+        EP, [({"ep": 2, "stage": 3, "auto": True, "dtype": "bf16"}, 4),
+             ({"ep": 0, "stage": 2, "auto": True, "dtype": "bf16"}, 2)], {}
+    ),
     "pipe-1": (PP, [({"stages": 2, "zero": 1}, 4), ({"stages": 1, "zero": 1}, 2)], {}),
     "auto-0": (EP, [({"ep": 2, "stage": 0, "auto": True}, 4)], {}),
     "auto-0-bf16": (EP, [({"ep": 2, "stage": 0, "auto": True, "dtype": "bf16"}, 2)], {}),
+    "auto-frozen": (EP, [({"ep": 2, "stage": 1, "auto": True, "frozen": True}, 4)], {}),
     "auto-tp": (EP, [({"ep": 2, "stage": 1, "auto": True, "tp": 2}, 4)], {}),
     "pipe-moe": (PP, [({"stages": 2, "zero": 1, "ep": 2}, 4), ({"stages": 1, "zero": 1, "ep": 1}, 2)], {}),
     "pipe-3d": (PP, [({"stages": 2, "zero": 1, "tp": 2}, 8), ({"stages": 1, "zero": 1, "tp": -1}, 2)], SLICED),

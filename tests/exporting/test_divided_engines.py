@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import zckpt
+from tests.support.live_export import make_engine, make_model, train
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -64,3 +65,35 @@ def test_it_is_the_export_of_a_checkpoint(cluster: Cluster, tmp_path: Path, name
 
 def files(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(directory.iterdir())}
+
+
+AUTOTP: dict[str, Any] = {"tensor_parallel": {"autotp_size": 2}}
+AUTOEP: dict[str, Any] = {"expert_parallel": {"enabled": True, "autoep_size": 2, "use_grouped_mm": False}}
+MODELS: list[Any] = [
+    ("mixtral", 1, AUTOEP),
+    pytest.param("qwen2_moe", 3, AUTOEP, marks=pytest.mark.matrix),
+    pytest.param("deepseek_v3", 2, AUTOEP, marks=pytest.mark.matrix),
+    pytest.param("llama", 3, AUTOTP, marks=pytest.mark.matrix),
+    pytest.param("neox", 1, AUTOTP, marks=pytest.mark.matrix),
+]
+"""Models of transformers, each with a stage of ZeRO, and the settings by which it is divided."""
+
+
+def export_a_model(directory: Path, kind: str, stage: int, config: dict[str, Any]) -> None:
+    engine = make_engine(kind, stage, **config)
+    zckpt.export(engine, directory / "fresh", max_shard_size="20KB", dtype="bf16")
+    if torch.distributed.get_rank() == 0:
+        make_model(kind).bfloat16().save_pretrained(directory / "saved", max_shard_size="20KB")
+    train(engine, 2)
+    zckpt.write(engine, directory / "checkpoint")
+    zckpt.export(engine, directory / "trained", max_shard_size="20KB", dtype="fp32")
+
+
+@pytest.mark.parametrize(("kind", "stage", "config"), MODELS)
+def test_the_files_of_a_divided_model_are_those_of_save_pretrained(
+    cluster: Cluster, tmp_path: Path, kind: str, stage: int, config: dict[str, Any]
+) -> None:
+    cluster.run(export_a_model, 2, tmp_path, kind, stage, config)
+    assert files(tmp_path / "fresh") == files(tmp_path / "saved")
+    zckpt.export(tmp_path / "checkpoint", tmp_path / "of_checkpoint", config=tmp_path / "saved", max_shard_size="20KB")
+    assert files(tmp_path / "of_checkpoint") == files(tmp_path / "trained")

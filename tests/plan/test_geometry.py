@@ -24,6 +24,7 @@ from zckpt.geometry import (
     ragged,
     rectangles_in,
     row_count,
+    section_of,
     slice_of,
     spans_in_both,
 )
@@ -154,6 +155,29 @@ def test_chunks_of_all_ranks_are_boxes_of_one_grid(data: st.DataObject, shape: t
     divided = [dim for dim, of_dim in enumerate(chunks) if sum(size > 0 for _, size in of_dim) > 1]
     if len(divided) < 2 and (not divided or all(size == 1 for size in shape[: divided[0]])):
         assert grids == {Grid(shape)}, "it is the row-major order if it can be"
+
+
+@given(st.data(), SHAPES)
+def test_sections_of_all_ranks_are_boxes_of_one_grid(data: st.DataObject, shape: tuple[int, ...]) -> None:
+    """The same, if a part may have indices that are not consecutive, in any order. Not every dimension is cut."""
+    parts: dict[int, list[Any]] = {}
+    for dim, size in enumerate(shape):
+        if data.draw(st.booleans()):
+            sections = data.draw(grids((size,))).sections
+            parts[dim] = [*(sections[0] if sections else [((0, size),)]), ()]
+    whole = np.arange(int(np.prod(shape))).reshape(shape)
+    orders, seen = set(), []
+    for numbers in product(*(range(len(of_dim)) for of_dim in parts.values())):
+        cuts = {dim: (parts[dim], number) for dim, number in zip(parts, numbers, strict=True)}
+        span = section_of(shape, cuts)
+        held = [((0, size),) if dim not in cuts else cuts[dim][0][cuts[dim][1]] for dim, size in enumerate(shape)]
+        indices = [[index for first, count in section for index in range(first, first + count)] for section in held]
+        local = (whole[np.ix_(*indices)] if indices else whole).ravel().tolist()
+        assert order_of(span.grid)[span.start : span.stop].tolist() == local
+        orders.add(span.grid)
+        seen += local
+    assert len(orders) == 1
+    assert sorted(seen) == list(range(whole.size))
 
 
 def test_what_is_clipped_stays_in_the_tensor() -> None:

@@ -27,6 +27,10 @@ CONFIG = {
 }  # fmt: skip
 
 
+SHAPES = {"w1": (2, 1, 2), "w2": (2, 2, 1), "w3": (2, 1, 2)}
+"""The shapes of the weights of AutoEP's two experts."""
+
+
 def model_state(ranks: int = 1, **more: Any) -> dict[str, Any]:
     """Returns the state of a model as DeepSpeed saves it at stages 1 and 2."""
     return {
@@ -109,6 +113,43 @@ def make_experts(folder: Path, ranks: int = 2, **more: Any) -> Path:
             group_paddings=[0, 0], param_alignment_paddings=[[0], [0]], partition_count=[2, 1],
         )  # fmt: skip
         torch.save(zero, folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+    return folder
+
+
+def make_auto_experts(folder: Path, trained: tuple[str, ...] = ("w1", "w2", "w3"), **settings: Any) -> Path:
+    """Makes the folder of a run of one rank with a layer of AutoEP, which has two experts, a shared expert with a gate,
+    and a second name for its router. ``trained``: the weights of the experts that are not frozen. ``settings``: those
+    of AutoEP."""
+    folder.mkdir()
+    names = ["router.gate.weight", "shared_experts.up.weight", "shared_experts_gate.weight"]
+    module = {f"moe.{name}": torch.full((2, 2), 1.0 + number) for number, name in enumerate(names)}
+    shapes = [{name: torch.Size([2, 2]) for name in module}]
+    masters = [torch.cat([weight.flatten() for weight in module.values()])]
+    module["moe.gate.gate.weight"] = module["moe.router.gate.weight"].clone()
+    module["moe.router.e_score_correction_bias"] = torch.zeros(2)
+    experts = {name: torch.arange(4.0).view(shape) + 10 * number for number, (name, shape) in enumerate(SHAPES.items())}
+    shapes += [{f"moe.experts.{name}": experts[name].shape for name in trained}]
+    masters += [torch.cat([experts[name].flatten() for name in trained])]
+    layer = {
+        "moe_layer_id": 0, "expert_key_prefix": "moe.experts", "ep_rank": 0,
+        "expert_placement": {"ranks": [{"rank": 0, "experts": [0, 1]}]},
+    }  # fmt: skip
+    state: dict[str, Any] = {
+        "module": module, "param_shapes": shapes, "buffer_names": ["moe.router.e_score_correction_bias"],
+        "num_experts": [2], "ds_autoep_layers": [layer], "ds_config": {"expert_parallel": settings},
+    }  # fmt: skip
+    torch.save(model_state(**state), folder / MODEL)
+    for expert in range(2):
+        of_expert = {f"moe.experts.{name}.{expert}": experts[name][expert].clone() for name in experts}
+        torch.save(of_expert, folder / f"layer_0_expert_{expert}_{MODEL}")
+    inner = adam(length=masters[0].numel())
+    inner["state"][1] = {"step": 3, "exp_avg": masters[1] + 100, "exp_avg_sq": torch.ones(len(masters[1]))}
+    inner["param_groups"] += [{**inner["param_groups"][0], "name": "ep_size_1", "moe": True, "params": [1]}]
+    zero = zero_state(
+        base_optimizer_state=inner, single_partition_of_fp32_groups=masters, group_paddings=[0, 0],
+        param_alignment_paddings=[[0] * 3, [0] * len(trained)], partition_count=[1, 1],
+    )  # fmt: skip
+    torch.save(zero, folder / OPTIMIZER)
     return folder
 
 

@@ -54,6 +54,24 @@ class Expert(nn.Module):
         return out
 
 
+class Experts(nn.Module):
+    """A layer that AutoEP replaces, because its layout is that of Mixtral."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.top_k = nn.Linear(HIDDEN, EXPERTS, bias=False), 2
+        self.experts: Any = nn.Module()
+        self.experts.gate_up_proj = nn.Parameter(torch.randn(EXPERTS, 10, HIDDEN))
+        self.experts.down_proj = nn.Parameter(torch.randn(EXPERTS, HIDDEN, 5))
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        scores, chosen = self.gate(h).softmax(-1).topk(self.top_k)
+        weights = torch.zeros(*h.shape[:-1], EXPERTS, dtype=h.dtype).scatter(-1, chosen, scores)
+        gate, up = torch.einsum("bth,efh->btef", h, self.experts.gate_up_proj).chunk(2, -1)
+        down = torch.einsum("btef,ehf->bteh", functional.silu(gate) * up, self.experts.down_proj)
+        return (down * weights.unsqueeze(-1)).sum(-2)
+
+
 class Auto(nn.Module):
     """A model whose experts AutoEP divides, because their layout is that of Mixtral."""
 
@@ -64,13 +82,10 @@ class Auto(nn.Module):
             intermediate_size=5,
         )  # fmt: skip
         layer: Any = nn.Module()
-        layer.norm, layer.mlp = nn.LayerNorm(HIDDEN), nn.Module()
+        layer.norm, layer.mlp = nn.LayerNorm(HIDDEN), Experts()
         layer.self_attn = nn.Module()
         layer.self_attn.q_proj = nn.Linear(HIDDEN, HIDDEN, bias=False)
         layer.self_attn.o_proj = nn.Linear(HIDDEN, HIDDEN, bias=False)
-        layer.mlp.gate, layer.mlp.experts, layer.mlp.top_k = nn.Linear(HIDDEN, EXPERTS, bias=False), nn.Module(), 2
-        layer.mlp.experts.gate_up_proj = nn.Parameter(torch.randn(EXPERTS, 10, HIDDEN))
-        layer.mlp.experts.down_proj = nn.Parameter(torch.randn(EXPERTS, HIDDEN, 5))
         self.model: Any = nn.Module()
         self.model.embed, self.model.layers = nn.Embedding(VOCAB, HIDDEN), nn.ModuleList([layer])
         self.lm_head = nn.Linear(HIDDEN, VOCAB)
@@ -97,15 +112,26 @@ def global_name(name: str, first: int) -> str:
 
 
 def make(
-    ep: int, stage: int, *, auto: bool = False, tp: int = 1, seed: int = 0, dtype: str = "fp32", **config: Any
+    ep: int,
+    stage: int,
+    *,
+    auto: bool = False,
+    tp: int = 1,
+    frozen: bool = False,
+    seed: int = 0,
+    dtype: str = "fp32",
+    **config: Any,
 ) -> Any:
     """Returns an engine. ``ep``: the number of ranks over which the experts are divided. ``auto``: whether AutoEP
-    divides them. ``tp``: the number of ranks over which AutoTP cuts the other layers."""
+    divides them, if ``ep`` is not 0. ``tp``: the number of ranks over which AutoTP cuts the other layers. ``frozen``:
+    whether some weights of the experts that AutoEP divides are frozen."""
     torch.manual_seed(seed)
     model = Auto() if auto else Mixture(ep)
+    if frozen:
+        model.get_parameter("model.layers.0.mlp.experts.gate_up_proj").requires_grad_(False)
     if tp > 1:
         config["tensor_parallel"] = {"autotp_size": tp, "preset_model": "mixtral"}
-    if auto:
+    if auto and ep:
         config["expert_parallel"] = {
             "enabled": True, "autoep_size": ep, "preset_model": "mixtral", "use_grouped_mm": False
         }  # fmt: skip
@@ -120,10 +146,10 @@ def make(
     }
     strided = bool(config.get("use_data_before_expert_parallelism"))
     ranks = dist.get_world_size()
-    rank = dist.get_rank() // (ranks // ep) if strided else dist.get_rank() % ep
+    rank = dist.get_rank() // (ranks // ep) if strided else dist.get_rank() % max(ep, 1)
     with torch.no_grad():  # Experts begin as copies of one another, and must be told apart here.
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            whole = global_name(name, rank * (EXPERTS // ep))
+            whole = global_name(name, rank * (EXPERTS // max(ep, 1)))
             generator = torch.Generator().manual_seed(sum(map(ord, whole)) * 7 + len(whole) + seed)
             tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.3)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -135,8 +161,8 @@ def train(engine: Any, steps: int) -> list[float]:
 
 
 def whole(engine: Any, keys: tuple[str, ...] = ADAM) -> dict[str, torch.Tensor]:
-    """Returns the master weights, moments, weights and buffers of all experts and of the rest of the model. Every rank
-    calls it."""
+    """Returns the master weights, moments, weights and buffers of all experts and of the rest of the model, with the
+    names and shapes that they have without AutoEP. Every rank calls it."""
     first, local = first_expert(engine), local_state(engine, keys)
     divided = {
         name: described["local_experts"]
@@ -153,4 +179,10 @@ def whole(engine: Any, keys: tuple[str, ...] = ADAM) -> dict[str, torch.Tensor]:
     tensors = of_all_ranks(named)
     for key in {key.partition("[")[0] for key in tensors if "[" in key}:
         tensors[key] = torch.stack([tensors.pop(f"{key}[{expert}]") for expert in range(EXPERTS)])
+    for key in [key for key in tensors if key.endswith(("experts.w1", "experts.w2", "router.gate.weight"))]:
+        tensor = tensors.pop(key)
+        if key.endswith("w1"):
+            tensor = torch.cat([tensor, tensors.pop(key.replace("w1", "w3"))], 1)
+        before = {"experts.w1": "experts.gate_up_proj", "experts.w2": "experts.down_proj", "router.gate": "gate"}
+        tensors[next(key.replace(after, name) for after, name in before.items() if after in key)] = tensor
     return dict(sorted(tensors.items()))

@@ -4,6 +4,7 @@ the same functions."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cached_property, lru_cache
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -136,7 +137,7 @@ class _Reader:
         states = ModelStates(
             saved, partitions_weights=folder.partitions_weights,
             more=experts.tensors(expert_rank, coordinates.model_rank, saved),
-            name_of=lambda name: experts.global_name(plain_name(name), expert_rank), more_aliases=experts.aliases,
+            name_of=lambda name: experts.global_name(plain_name(name), expert_rank),
         )  # fmt: skip
         experts.check_ep_rank(saved, self._ranks.rank_in_stage(coordinates))
         return states
@@ -267,11 +268,14 @@ class _Reader:
                 tree = joined
             in_flats = division.whole_tensors(coordinates, states.shapes) if folder.universal else local_tensors
             of_flats = self._of_flats(flat_values, in_flats)
-            held = [(fragment, in_flats[fragment.name]) for fragment in of_flats]
+            # The same ranks hold the two halves of a tensor of AutoEP.
+            stored = {local.stored_as or name: local for name, local in in_flats.items()}
+            held = [(fragment, stored[fragment.name]) for fragment in of_flats]
         with values_of(folder.model_path(coordinates)):
             trained = {name for values in flat_values for name in values.flat.names}
-            frozen = self._frozen(states, local_tensors, trained)
-            held += [(fragment, local_tensors[fragment.name]) for fragment in frozen]
+            if self._experts is not None:
+                self._experts.check_halves(trained)
+            held += self._frozen(states, local_tensors, trained)
             fragments = [fragment for fragment, local in held if local.writes_partition]
             replicas = [
                 (_elements(local, fragment), fragment) for fragment, local in held if local.partition_replicated
@@ -322,7 +326,10 @@ class _Reader:
             inner = saved.get("optimizer_state_dict")
             step = inner["state"].get(0, {}).get("step") if isinstance(inner, dict) else None
             whole_tensors = division.whole_tensors(coordinates, states.shapes)
-            yield from deepspeed_values.universal(folder, self._groups(saved), states.flat_shapes, whole_tensors, step)
+            own_name = str if self._experts is None else self._experts.own_name
+            yield from deepspeed_values.universal(
+                folder, self._groups(saved), states.flat_shapes, whole_tensors, own_name, step
+            )
         elif self._stage == 3:
             rank = self._ranks.rank(coordinates) if division.tells_order else None
             yield from deepspeed_values.stage_3(saved, states.flat_shapes, local_tensors, folder, rank)
@@ -360,13 +367,14 @@ class _Reader:
 
     def _frozen(
         self, states: ModelStates, local_tensors: Mapping[str, LocalTensor], trained: set[str]
-    ) -> Iterator[Fragment]:
-        """Yields this rank's elements of the weights that have no master weights. ``trained``: the names of the
-        parameters that have master weights."""
+    ) -> Iterator[tuple[Fragment, LocalTensor]]:
+        """Yields this rank's elements of the weights that have no master weights, and the local tensors that they
+        belong to. ``trained``: the names of the parameters that have master weights."""
         tier = Tier.HOST if self._offloads("param") else Tier.DEVICE
         partitioned = self._folder.partitions_weights
         for name, data in (states.frozen_fragments if partitioned else states.weights).items():
-            held, owners = local_tensors[name].span, local_tensors[name].owners
+            local = local_tensors[name]
+            held, owners = local.span, local.owners
             if name in trained or name in self._not_saved:
                 continue
             if partitioned:
@@ -376,11 +384,12 @@ class _Reader:
                 first = span.start - held.start
             if span.numel or (owners.rank == 0 and not held.grid.numel):
                 dtype = dtype_name(data.dtype, f"{PARAM}/{name}")
+                fragment = Fragment(PARAM, local.stored_as or name, dtype, span, tier)
                 if isinstance(data, Stacked):
-                    yield from data.fill([Fragment(PARAM, name, dtype, span, tier)], held)
+                    yield from ((filled, local) for filled in data.fill([fragment], held))
                     continue
                 elements = in_order(data.detach()).view(-1)[first : first + span.numel]
-                yield Fragment(PARAM, name, dtype, span, tier, data=elements)
+                yield replace(fragment, data=elements), local
 
     def _own_buffers(self, states: ModelStates, rank: int) -> Iterator[Fragment]:
         """Yields a fragment for each buffer on rank 0. On another rank, yields a fragment for each buffer whose values
@@ -418,7 +427,7 @@ class _Reader:
             cpu_offload=self._offloads("optimizer") and zero["offload_optimizer"]["device"] == "cpu",
             other_dtypes={name: other for name, other in dtypes.items() if other != dtype},
             groups=self._names_at_stage_0(Coordinates(0, 0)) if saved and unwrapped else None,
-            divided=self._ranks.names_differ,
+            divided=self._ranks.names_differ or (self._experts is not None and self._experts.by_autoep),
         )  # fmt: skip
 
     def _scheduler(self) -> dict[str, Any] | None:

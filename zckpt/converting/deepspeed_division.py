@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -109,11 +110,11 @@ class Division:
         local_tensors = {}
         for name, shape in shapes.items():
             if self._experts is not None and self._experts.is_expert(name):
-                cut = self._experts.cut_of(name, shape)
-                span = all_of(shape) if cut is None else section_of(*cut, expert_rank)
+                cuts = self._experts.cuts(name, shape, expert_rank)
+                span = all_of(shape) if cuts is None else section_of(*cuts)
                 if span.numel != math.prod(shape):
                     raise FormatError(f"its shape {list(shape)} is not that of the experts of a rank", key=name)
-                local_tensors[name] = LocalTensor(span, holders)
+                local_tensors[name] = LocalTensor(span, holders, stored_as=self._experts.stored_as(name))
                 continue
             span, replicated = self._span(coordinates.model_rank, name, shape)
             owners, first = everyone, not replicated or tensor_rank == 0
@@ -130,17 +131,19 @@ class Division:
         return local_tensors
 
     def whole_tensors(self, coordinates: Coordinates, shapes: Mapping[str, Shape]) -> dict[str, LocalTensor]:
-        """Returns the whole parameters of which a rank holds a part. The ranks of a stage share them. ``shapes``: as
-        for ``local_tensors``."""
+        """Returns the whole parameters of which a rank holds a part, as a Universal Checkpoint has them. The ranks of a
+        stage share them. ``shapes``: as for ``local_tensors``."""
         ranks = self._ranks
         sharing = RankGroup(None, ranks.rank_in_stage(coordinates), tuple(range(ranks.data_ranks * ranks.tensor_ranks)))
-        stage, local_tensors = coordinates.model_rank // ranks.tensor_ranks, self.local_tensors(coordinates, shapes)
-        return {
-            name: LocalTensor(
-                all_of(local.span.grid.shape), sharing, writes_partition=self._stages_with(name)[0] == stage
+        stage, whole_tensors = coordinates.model_rank // ranks.tensor_ranks, {}
+        for name, local in self.local_tensors(coordinates, shapes).items():
+            shape, first = local.span.grid.shape, self._stages_with(name)[0] == stage
+            half = {} if self._experts is None else self._experts.cuts_of_half(name, shape)
+            span = section_of(shape, half) if half else all_of(shape)
+            whole_tensors[name] = replace(
+                local, span=span, owners=sharing, partition_replicated="", writes_partition=first
             )
-            for name, local in local_tensors.items()
-        }
+        return whole_tensors
 
     def _stages_with(self, name: str) -> list[int]:
         """Returns the stages of the pipeline that have a parameter, which are several for that of a shared module."""
@@ -160,8 +163,12 @@ class Division:
         of_ranks = self._shapes[stage * tensor_ranks : (stage + 1) * tensor_ranks]
         if not all(name in other for other in of_ranks):
             raise FormatError("only some tensor-parallel ranks have this parameter", key=name)
-        cut = self._cuts.of(name, [other[name] for other in of_ranks])
-        return (all_of(shape), True) if cut is None else (section_of(*cut, tensor_rank), False)
+        own_name = name if self._experts is None else self._experts.own_name(name)
+        cut = self._cuts.of(own_name, [other[name] for other in of_ranks])
+        if cut is None:
+            return all_of(shape), True
+        whole, dim, sections = cut
+        return section_of(whole, {dim: (sections, tensor_rank)}), False
 
 
 def ranks_of(saved: Mapping[str, Any]) -> tuple[int, int]:

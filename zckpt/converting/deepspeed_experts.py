@@ -5,12 +5,16 @@ layer_L_expert_E_mp_rank_M_model_states.pt   stages 0 to 2: the weights and buff
 expp_rank_R_mp_rank_M_optim_states.pt        stage 0: the optimizer's state of a rank with the experts of rank R
 
 All other files have the names of a rank, which numbers its experts of ``MoE`` from 0. AutoEP keeps each weight of all
-experts of a rank in one parameter, and describes the experts of each rank in the entry ``ds_autoep_layers``.
+experts of a rank in one parameter, and describes the experts of each rank in the entry ``ds_autoep_layers``. The names
+that the tensors had before are not in the files, unless the settings of AutoEP have them. The others are those of
+AutoEP's table of models ("presets"): all of them have the same names for the router and the experts.
 """
 
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,24 +22,28 @@ import torch
 from zckpt.converting import stage_0_names
 from zckpt.converting.deepspeed_folder import of_type
 from zckpt.converting.stacked import Stacked
-from zckpt.engines.deepspeed.experts import EXPERT
+from zckpt.engines.deepspeed.experts import EXPERT, AutoExperts, names_before, sections_of
 from zckpt.engines.group import RankGroup
 from zckpt.engines.tensors import plain_name
 from zckpt.errors import FormatError, UnsupportedError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
     from zckpt.converting.deepspeed_folder import DeepSpeedFolder
     from zckpt.converting.deepspeed_values import FlatValues
-    from zckpt.engines.deepspeed.experts import Cut
+    from zckpt.engines.deepspeed.experts import Cuts, NamesBefore
     from zckpt.engines.local_tensors import LocalTensor
+    from zckpt.geometry import Section
 
 _EP_SIZE = re.compile(r"ep_size_(\d{1,7})", re.ASCII)
 """Matches the name that DeepSpeed gives to a param group of experts. It has the number of ranks over which these are
 divided."""
 _AUTOEP_WEIGHTS = ("w1", "w2", "w3")
 """The parameters of a layer of AutoEP."""
+_PRESETS = {"mixtral", "qwen3_moe", "qwen3_5_moe", "deepseek_v2", "deepseek_v3", "minimax_m3"}
+"""The presets of DeepSpeed 0.19.8. None of them changes the default of ``names_before`` for the router and the experts.
+The name of the shared experts is "shared_expert" with a gate, and "shared_experts" without one."""
 
 
 class Experts:
@@ -56,8 +64,12 @@ class Experts:
         stage_ranks: int,
     ) -> None:
         self._folder = folder
+        self._auto = AutoExperts()
+        """The names that the tensors of AutoEP had before."""
+        self._own: dict[str, str] = {}
+        """The name that each of these tensors has on a rank, by its name in a checkpoint."""
         self._autoep: dict[str, Mapping[str, Any]] = {}
-        """The description of each layer of AutoEP, by the beginning of the names of its parameters."""
+        """The description of its layer for each parameter of AutoEP's experts."""
         self._here: dict[str, int] = {}
         """How many experts a rank has of each layer of ``MoE``, by the beginning of the names of its parameters."""
         matches = (_EP_SIZE.fullmatch(str(group.get("name"))) for group in groups if group.get("moe"))
@@ -73,7 +85,11 @@ class Experts:
         if not 1 <= self.ranks <= stage_ranks or stage_ranks % self.ranks:
             raise FormatError(f"its experts are divided over {self.ranks} of {stage_ranks} ranks")
         config = saved.get("ds_config")
-        self._strided = isinstance(config, dict) and config.get("use_data_before_expert_parallelism") is True
+        config = config if isinstance(config, dict) else {}
+        self._strided = config.get("use_data_before_expert_parallelism") is True
+        settings = config.get("expert_parallel")
+        self._settings: Mapping[str, Any] = settings if isinstance(settings, dict) else {}
+        """The settings of AutoEP."""
         self._copies = stage_ranks // self.ranks
 
     @property
@@ -83,13 +99,48 @@ class Experts:
 
     def add(self, model: int, saved: Mapping[str, Any]) -> None:
         """Adds the layers of a rank of model parallelism. ``saved``: its model states."""
-        layers = saved.get("ds_autoep_layers") or ()
-        self._autoep |= {plain_name(layer["expert_key_prefix"]): layer for layer in layers}
+        layers = {
+            plain_name(layer["expert_key_prefix"]).rpartition(".")[0]: layer
+            for layer in saved.get("ds_autoep_layers") or ()
+        }
+        of_module = sorted(map(plain_name, of_type(saved, "module", dict))) if layers else []
+        for path, layer in layers.items():
+            inside = [f"experts.{weight}" for weight in _AUTOEP_WEIGHTS]
+            weights = [f"{path}.{weight}" for weight in inside]
+            # All names from "path." on, up to the first one that comes after them: "/" is the character after ".".
+            for name in of_module[bisect_left(of_module, f"{path}.") : bisect_left(of_module, f"{path}/")]:
+                inside.append(name.removeprefix(f"{path}."))
+            # The router may have a second name. Its own one comes last, so that ``_own`` has it.
+            inside.sort(key=lambda name: name.startswith("router."))
+            self._auto.add(path, self._names_before(path, inside), inside)
+            self._autoep |= {self._auto.names.get(weight, weight): layer for weight in weights}
+        self._own = {name: own for own, name in self._auto.names.items()}
         for layer, count in enumerate(() if layers else of_type(saved, "num_experts", list)):
             if type(count) is not int or count < 1 or count % self.ranks:
                 raise FormatError(f"a layer with {count} experts cannot be divided over {self.ranks} ranks")
             names = (plain_name(name) for name in self._folder.expert(layer, 0, model))
             self._here |= {match[1]: count // self.ranks for match in map(EXPERT.fullmatch, names) if match}
+
+    def _names_before(self, path: str, inside: Iterable[str]) -> NamesBefore:
+        """Returns the names that the tensors of a layer of AutoEP had before. ``inside``: their names in AutoEP's
+        layer."""
+        children = {name.partition(".")[0] for name in inside}
+        preset, settings = self._settings.get("preset_model"), self._settings
+        gate_alone = settings.get("shared_experts_gate_pattern") and not settings.get("shared_experts_pattern")
+        unknown = f"the preset_model {preset!r} of expert_parallel" if preset not in {None, *_PRESETS} else ""
+        if "shared_experts" in children and gate_alone:
+            unknown = "the shared_experts_gate_pattern of expert_parallel, without shared_experts_pattern"
+        if unknown:
+            raise UnsupportedError(
+                f"{unknown} does not tell which names its tensors had before AutoEP has replaced this layer",
+                key=path, hint=stage_0_names.HINT,
+            )  # fmt: skip
+        gated = "shared_experts_gate" in children
+        shared = SimpleNamespace(
+            shared_experts_pattern="shared_expert" if gated else "shared_experts",
+            shared_experts_gate_pattern="shared_expert_gate",
+        )
+        return names_before(settings, shared)
 
     def tensors(self, number: int, model: int, saved: Mapping[str, Any]) -> dict[str, torch.Tensor | Stacked]:
         """Returns those weights and buffers of the experts of a rank that the files of its optimizer do not have, by
@@ -114,13 +165,13 @@ class Experts:
         trained = {name for shapes in saved.get("param_shapes") or () for name in shapes}
         for layer in saved["ds_autoep_layers"]:
             names = [f"{layer['expert_key_prefix']}.{name}" for name in _AUTOEP_WEIGHTS]
-            count = len(_placement(layer)[number])
+            count = len(sections_of(layer["expert_placement"])[number])
             experts = range(number * count, (number + 1) * count) if not trained.issuperset(names) else ()
             files = [(expert, self._folder.expert(layer["moe_layer_id"], expert, model)) for expert in experts]
             for name in names:
                 if name not in trained:
                     slices = [of_type(file, f"{name}.{expert}", torch.Tensor) for expert, file in files]
-                    yield plain_name(name), Stacked(tuple(slices))
+                    yield self.global_name(plain_name(name), number), Stacked(tuple(slices))
 
     def expert_rank(self, rank: int) -> int:
         """Returns the number of a rank among those over which the experts are divided. ``rank``: its number in its
@@ -135,27 +186,51 @@ class Experts:
 
     def is_expert(self, name: str) -> bool:
         """Returns whether a parameter belongs to experts."""
-        return EXPERT.fullmatch(name) is not None or name.rpartition(".")[0] in self._autoep
+        return EXPERT.fullmatch(name) is not None or name in self._autoep
+
+    @property
+    def by_autoep(self) -> bool:
+        """Whether there are layers of AutoEP."""
+        return self._auto.any
 
     def global_name(self, name: str, number: int) -> str:
-        """Returns the name that a tensor has in a checkpoint. ``name``: its name on a rank. ``number``: that of the
-        rank among those over which the experts are divided."""
+        """Returns the name that a tensor has in a checkpoint, unless it has another one there as a part of another
+        tensor. ``name``: its name on a rank. ``number``: that of the rank among those over which the experts are
+        divided."""
         match = EXPERT.fullmatch(name)
         if match is None or match[1] not in self._here:
-            return name
+            return self._auto.names.get(name, name)
         return f"{match[1]}{number * self._here[match[1]] + int(match[2])}{match[3]}"
 
-    def cut_of(self, name: str, shape: tuple[int, ...]) -> Cut | None:
+    def own_name(self, name: str) -> str:
+        """Returns the name that a tensor has on a rank and in the folder, if AutoEP has given it another one.
+        ``name``: what ``global_name`` returns."""
+        return self._own.get(name, name)
+
+    def cuts(self, name: str, shape: tuple[int, ...], number: int) -> Cuts | None:
         """Returns how AutoEP has divided a parameter, or None for any other parameter. ``shape``: that of the local
-        tensor."""
-        layer = self._autoep.get(name.rpartition(".")[0])
-        if layer is None:
+        tensor. ``number``: that of the rank among those over which the experts are divided."""
+        if name not in self._autoep:
             return None
-        sections = [tuple((expert, 1) for expert in experts) for experts in _placement(layer)]
+        sections = sections_of(self._autoep[name]["expert_placement"])
         numbers = sorted(first for section in sections for first, _ in section)
         if len(sections) != self.ranks or numbers != [*range(len(numbers))] or not shape:
             raise FormatError("ds_autoep_layers does not have each expert once", key=name)
-        return (len(numbers), *shape[1:]), 0, sections
+        return self._auto.cuts(name, (len(numbers), *shape[1:]), sections, number)
+
+    def cuts_of_half(self, name: str, whole: tuple[int, ...]) -> Mapping[int, tuple[Sequence[Section], int]]:
+        """Returns what ``AutoExperts.cuts_of_half`` does."""
+        return self._auto.cuts_of_half(name, whole)
+
+    def stored_as(self, name: str) -> str:
+        """Returns the value of ``LocalTensor.stored_as`` for a parameter."""
+        return self._auto.stored_as(name)
+
+    def check_halves(self, trained: Container[str]) -> None:
+        """Raises UnsupportedError if one half of a tensor has a master weight and the other one has none. ``trained``:
+        the parameters that have master weights."""
+        for reason in self._auto.unsupported(trained):
+            raise UnsupportedError(reason)
 
     def check_ep_rank(self, saved: Mapping[str, Any], rank: int) -> None:
         """Raises FormatError if the file of a rank says that it has other experts. ``saved``: its model states.
@@ -187,34 +262,16 @@ class Experts:
             if held is None or not isinstance(values.master, torch.Tensor):
                 continue
             start = held.span.start - local_tensors[held.name].span.start
-            layer, weight = self._autoep.get(held.name.rpartition(".")[0]), weights.get(held.name)
+            layer, weight = self._autoep.get(held.name), weights.get(held.name)
             if layer is not None and not self._folder.partitions_weights and not self._folder.universal:
-                here = len(_placement(layer)[number])
+                here = len(sections_of(layer["expert_placement"])[number])
                 expert, start = divmod(start, local_tensors[held.name].span.numel // here)
                 expert += number * here
                 file = self._folder.expert(layer["moe_layer_id"], expert, model)
-                weight = of_type({plain_name(key): file[key] for key in file}, f"{held.name}.{expert}", torch.Tensor)
+                key = f"{self.own_name(held.name)}.{expert}"
+                weight = of_type({plain_name(name): file[name] for name in file}, key, torch.Tensor)
             if isinstance(weight, torch.Tensor):
                 count = min(held.span.numel, stage_0_names.FIRST_NUMEL, weight.numel() - start)
                 master = stage_0_names.rounded_bytes(values.master, held.offset, count, weight.dtype)
                 if master != stage_0_names.rounded_bytes(weight, start, count, weight.dtype):
                     raise FormatError("its master weights are not those of this expert", key=held.name)
-
-    def aliases(self, names: Mapping[str, Any]) -> dict[str, str]:
-        """Returns for each other name that AutoEP has given to a router the name under which it is stored. ``names``:
-        those in the module."""
-        aliases = {}
-        for prefix in self._autoep:
-            layer = prefix.rpartition(".")[0]
-            for name in names:
-                rest = name.removeprefix(f"{layer}.").partition(".")[2]
-                router = f"{layer}.router.{rest}"
-                if name.startswith(f"{layer}.") and router in names and name != router:
-                    aliases[name] = router
-        return aliases
-
-
-def _placement(layer: Mapping[str, Any]) -> list[list[int]]:
-    """Returns the numbers of the experts that each rank has of a layer of AutoEP."""
-    ranks = sorted(layer["expert_placement"]["ranks"], key=lambda rank: rank["rank"])
-    return [[int(expert) for expert in rank["experts"]] for rank in ranks]

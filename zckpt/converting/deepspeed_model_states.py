@@ -34,8 +34,6 @@ class ModelStates:
         more: weights, buffers and other values of the module that are in other files, by name.
         name_of: a function that returns the name that zckpt uses for a name in the file.
         flat_names: the names of the parameters of each flat buffer, if the file does not tell them.
-        more_aliases: for other names of tied weights or buffers that the file does not tell, the names under which
-            these are stored.
     """
 
     def __init__(
@@ -46,11 +44,10 @@ class ModelStates:
         more: Mapping[str, Any] | None = None,
         name_of: Callable[[str], str] = plain_name,
         flat_names: Sequence[Sequence[str]] = (),
-        more_aliases: Callable[[Mapping[str, Any]], Mapping[str, str]] = lambda _: {},
     ) -> None:
         self.saved = saved
         self._partitions_weights = partitions_weights
-        self._more, self._name_of, self._flat_names, self._more_aliases = more or {}, name_of, flat_names, more_aliases
+        self._more, self._name_of, self._flat_names = more or {}, name_of, flat_names
 
     @cached_property
     def module(self) -> dict[str, Any]:
@@ -119,7 +116,7 @@ class ModelStates:
         told = self._partitions_weights or "num_experts" in self.saved
         shared = self.saved.get("shared_params") or {} if told else {}
         aliases = {self._name_of(name): self._name_of(first) for name, first in shared.items()}
-        aliases |= self._more_aliases(self.module)
+        aliases = {name: first for name, first in aliases.items() if name != first}
         places: dict[tuple[Any, ...], str] = {}
         for name, tensor in self.module.items():
             # A restore needs the extra state under each of its names.

@@ -84,8 +84,8 @@ class FolderPlan:
         setup = Setup.of(engine["deepspeed"])
         if setup.divided:
             raise UnsupportedError(
-                "the state of an engine with experts or pipeline stages on several ranks cannot become a folder in "
-                "DeepSpeed's format",
+                "the state of an engine with AutoEP, or with experts or pipeline stages on several ranks, cannot "
+                "become a folder in DeepSpeed's format",
                 file=self.checkpoint.path,
                 hint="restore it into such an engine and save that with DeepSpeed's own engine.save_checkpoint",
             )

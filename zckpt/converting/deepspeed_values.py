@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,7 @@ from zckpt.plan.replicas import Share
 from zckpt.state.inventory import MASTER, FileRange
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     from zckpt.converting.deepspeed_folder import DeepSpeedFolder
     from zckpt.engines.local_tensors import LocalTensor
@@ -87,7 +87,9 @@ def stages_1_and_2(
         sizes = [math.prod(shape) + gap for shape, gap in zip(group_shapes.values(), gaps, strict=True)]
         offsets = accumulate(sizes, initial=0)
         held, owners = _held(group_shapes, local_tensors)
-        ranges = cut_together(zip(held, held.values(), offsets, strict=False), owners.rank, length)
+        ranges = _stored(
+            cut_together(zip(held, held.values(), offsets, strict=False), owners.rank, length), local_tensors
+        )
         if any(parameter_range.offset + parameter_range.span.numel > master.numel() for parameter_range in ranges):
             raise FormatError(f"the weights of param group {number} are too short for its parameters")
         by_muon = group.get("use_muon") and not offload
@@ -113,7 +115,8 @@ def stage_3(
         raise FormatError("its param groups, weights and shapes are not those of one optimizer")
     for index, ((number, key), parameter_shapes, master) in enumerate(zip(used, shapes, masters, strict=True)):
         held, owners = _held(parameter_shapes, local_tensors)
-        ranges, state = cut_each(held.items(), owners.rank, owners.size), saved.get(key, {})
+        ranges = _stored(cut_each(held.items(), owners.rank, owners.size), local_tensors)
+        state = saved.get(key, {})
         numel = sum(partition_numel(span.numel, owners.size) for span in held.values())
         if numel and not master.numel():
             files = _swapped(index, master, state, numel, folder, rank)
@@ -205,32 +208,35 @@ def universal(
     groups: Sequence[Mapping[str, Any]],
     shapes: Shapes,
     whole_tensors: Mapping[str, LocalTensor],
+    own_name: Callable[[str], str],
     step: Any,
 ) -> Iterator[FlatValues]:
     """Yields one flat buffer for each parameter of a Universal Checkpoint. Each rank has its share of it. ``shapes``:
     those of the parameters of each param group or sub-group. ``whole_tensors``: the whole parameters, and the ranks
-    that share each of them. ``step``: the optimizer's step for all parameters. None means that each parameter has its
-    own."""
+    that share each of them. ``own_name``: a function that returns the name that a parameter has in the folder.
+    ``step``: the optimizer's step for all parameters. None means that each parameter has its own."""
     if len(shapes) == len(groups):
         numbers = list(range(len(groups)))
     else:
         numbers = [number for number, param_group in enumerate(groups) for _ in param_group["params"]]
     for number, parameter_shapes in zip(numbers, shapes, strict=True):
         for name in parameter_shapes:
-            saved = {key: folder.universal_file(name, f"{key}.pt") for key in ("fp32", "exp_avg", "exp_avg_sq")}
+            own = own_name(name)
+            saved = {key: folder.universal_file(own, f"{key}.pt") for key in ("fp32", "exp_avg", "exp_avg_sq")}
             (span,) = _held({name: parameter_shapes[name]}, whole_tensors)[0].values()
-            shape = span.grid.shape
+            whole = _is_whole(whole_tensors[name])
+            shape = span.grid.shape if whole else (span.numel,)
             data = {
                 key: _whole(value["param"] if isinstance(value, dict) else value, name, shape)
                 for key, value in saved.items() if value is not None
             }  # fmt: skip
             if "fp32" not in data:
-                raise MissingFileError("a parameter has no weights", file=f"{folder.path}/zero/{name}/fp32.pt")
+                raise MissingFileError("a parameter has no weights", file=f"{folder.path}/zero/{own}/fp32.pt")
             master = data.pop("fp32")
-            step_here = folder.universal_file(name, "step.pt") if step is None else step
+            step_here = folder.universal_file(own, "step.pt") if step is None else step
             state = {} if not data else {**({} if step_here is None else {"step": step_here}), **data}
             if master.numel():
-                flat = FlatBuffer(number, (_shared(name, whole_tensors[name], 0),), _key(shape, master), whole=True)
+                flat = FlatBuffer(number, (_shared(name, whole_tensors[name], 0),), _key(shape, master), whole=whole)
                 yield FlatValues(flat, state, master)
 
 
@@ -279,7 +285,12 @@ def _is_whole(local: LocalTensor) -> bool:
 def _shared(name: str, local: LocalTensor, offset: int) -> ParameterRange:
     """Returns this rank's share of a parameter whose local tensor begins at ``offset`` of its flat buffer."""
     span = Share(local.owners.rank, local.owners.size).of(local.span)
-    return ParameterRange(name, span, offset + span.start - local.span.start)
+    return ParameterRange(name, span, offset + span.start - local.span.start, stored_as=local.stored_as)
+
+
+def _stored(ranges: Iterable[ParameterRange], local_tensors: Mapping[str, LocalTensor]) -> tuple[ParameterRange, ...]:
+    """Returns the same ranges with the names that the parameters have in a checkpoint."""
+    return tuple(replace(held, stored_as=local_tensors[held.name].stored_as) for held in ranges)
 
 
 def _key(shape: Sequence[int], master: torch.Tensor | Stacked) -> torch.Tensor:

@@ -45,6 +45,13 @@ class ParameterRange:
     """The value of ``Fragment.replicated`` for these elements."""
     written: bool = True
     """Whether this rank writes the elements. If not, another rank writes them, which holds them too."""
+    stored_as: str = ""
+    """The value of ``LocalTensor.stored_as`` of the parameter."""
+
+    @property
+    def stored_name(self) -> str:
+        """The name of the tensor in a checkpoint that has these elements."""
+        return self.stored_as or self.name
 
 
 def cut_together(named: Iterable[tuple[str, Span, int]], rank: int, length: int) -> tuple[ParameterRange, ...]:
@@ -95,9 +102,9 @@ def momentum_of_muon(
     parameter before they are cut into partitions. Muon's momentum has these of each parameter of which the flat buffer
     has any elements, one parameter after another."""
     whole, offset = [], 0
-    for name in (parameter_range.name for parameter_range in ranges if parameter_range.span.numel):
-        whole.append(ParameterRange(name, held[name], offset))
-        offset += held[name].numel
+    for part in (parameter_range for parameter_range in ranges if parameter_range.span.numel):
+        whole.append(ParameterRange(part.name, held[part.name], offset, stored_as=part.stored_as))
+        offset += held[part.name].numel
     return {"momentum_buffer": tuple(whole)} if whole else {}
 
 
@@ -130,6 +137,11 @@ class FlatBuffer:
     def names(self) -> tuple[str, ...]:
         """The names of all parameters of the flat buffer, in memory order."""
         return tuple(parameter_range.name for parameter_range in self.ranges)
+
+    @property
+    def stored_names(self) -> tuple[str, ...]:
+        """The names of these parameters in a checkpoint. Each name is there once."""
+        return tuple(dict.fromkeys(parameter_range.stored_name for parameter_range in self.ranges))
 
     @property
     def numel(self) -> int:
@@ -172,7 +184,8 @@ class FlatBuffer:
         read = {parameter_range.name: parameter_range for parameter_range in self._read(part)}
         for written in self.ranges:
             span = read[written.name].span if written.name in read else written.span.narrow(0, 0)
-            yield Fragment(part, written.name, dtype_name(dtype, f"{part}/{written.name}"), span)
+            name = written.stored_name
+            yield Fragment(part, name, dtype_name(dtype, f"{part}/{name}"), span)
 
 
 def _fragments(
@@ -184,7 +197,7 @@ def _fragments(
 ) -> Iterator[Fragment]:
     tier = Tier.NVME if isinstance(data, FileRange) else tier
     for parameter_range in ranges:
-        name, span = parameter_range.name, parameter_range.span
+        name, span = parameter_range.stored_name, parameter_range.span
         if span.numel:
             view = None if data is None else elements_of(data, parameter_range.offset, span.numel, dtype)
             stored_dtype = dtype_name(dtype, f"{part}/{name}")
@@ -227,7 +240,7 @@ def bound(flat: FlatBuffer, state: Mapping[str, Any]) -> dict[str, Any]:
 def geometry(flat: FlatBuffer) -> dict[str, Any]:
     """Returns, as a plain tree, everything that describes how a flat buffer is cut from the parameters."""
     own = flat.ranges if flat.shares is None else flat.shares
-    ranges: list[list[Any]] = [[r.name, list(r.span.grid.shape), *r.span[1:], r.offset] for r in own]
+    ranges: list[list[Any]] = [[r.stored_name, list(r.span.grid.shape), *r.span[1:], r.offset] for r in own]
     for row, r in zip(ranges, own, strict=True):
         if r.span.grid.sections:
             row.append(packed_sections(r.span.grid.sections))

@@ -83,6 +83,10 @@ class Kind:
         of its swap file."""
         raise NotImplementedError
 
+    def stored_name(self, name: str) -> str:
+        """Returns the name in a checkpoint of the tensor of which a parameter is all or a part."""
+        return self._local_tensors[name].stored_as or name
+
     def writes_empty(self, name: str) -> bool:
         """Returns whether this rank writes the empty fragment of a parameter without elements."""
         local = self._local_tensors[name]
@@ -146,8 +150,8 @@ class Kind:
 
     def after_fill(self, weights: Collection[str]) -> None:
         """Derives everything else that depends on this rank's master weights and moments, and allocates the memory that
-        ``after_restore`` needs. ``weights``: the names of those parameters without master weights that were restored.
-        They are the same on every rank. Not collective."""
+        ``after_restore`` needs. ``weights``: the names in the checkpoint of those parameters without master weights
+        that were restored. They are the same on every rank. Not collective."""
 
     def after_restore(self) -> None:
         """Derives everything that depends on the master weights, moments and weights of other ranks. Collective. Before

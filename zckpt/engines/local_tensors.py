@@ -38,6 +38,9 @@ class LocalTensor:
     writes_partition: bool = True
     """Whether this rank writes its partition. Several groups of owners may hold the same elements in partitions with
     other borders; then only one group writes them."""
+    stored_as: str = ""
+    """The name that the whole parameter has in a checkpoint, if it is another one. Two parameters of an engine may be
+    parts of one parameter of the checkpoint, and then both have this name."""
     same_borders: bool = True
     """Whether all groups of owners cut this local tensor, or that which they have in its place, into partitions with
     the same borders. If not, the partitions of replicas cannot be compared."""

@@ -144,14 +144,14 @@ class ModuleAdapter(EngineAdapter):
                 live = moments(flat, self._state_of(flat.master)).get(part)
                 # If one parameter of the flat buffer has this moment, all of them must be filled: a moment that the
                 # checkpoint lacks must be reported, and not stay at zero.
-                if live is not None or not names.keys().isdisjoint(flat.names):
-                    like = next(names[name] for name in flat.names if name in names) if live is None else live
+                if live is not None or not names.keys().isdisjoint(flat.stored_names):
+                    like = next(names[name] for name in flat.stored_names if name in names) if live is None else live
                     dtype = like.dtype
-                    if live is None and dtype in {masters[name].dtype for name in flat.names if name in masters}:
+                    if live is None and dtype in {masters[name].dtype for name in flat.stored_names if name in masters}:
                         # A moment that was saved in the dtype of its weight has it here too.
                         dtype = self.kind.moment_dtype(flat)
                     fragments += flat.expected(part, dtype)
-        weights = self.weights_to_read(empty=True)
+        weights = (fragment for _, fragment in self.weights_to_read(empty=True))
         buffers = self.buffer_fragments(self.buffers[0], empty=True)
         fragments += (replace(fragment, data=None) for fragment in chain(weights, buffers))
         fragments += self._wanted_extra(stored)
@@ -170,12 +170,12 @@ class ModuleAdapter(EngineAdapter):
 
     def _is_extra(self, name: str) -> bool:
         """Returns whether a module has extra state of this name, or would take it."""
-        known = name in self.parameters[0] or name in self.buffers[0]
+        known = name in self._stored_parameters or name in self.buffers[0]
         return name in self.extra.tensors or (not known and self.extra.takes(name))
 
     def unexpected(self, stored: Mapping[str, Collection[str]]) -> list[str]:
-        parameters = self.parameters[0].keys()
-        optimized = {name for flat in self.kind.flats for name in flat.names} if self.trains else parameters
+        parameters = self._stored_parameters
+        optimized = {name for flat in self.kind.flats for name in flat.stored_names} if self.trains else parameters
         places = {PARAM: parameters, BUFFER: self.buffers[0].keys()}
 
         def has_place(part: str, name: str) -> bool:
@@ -196,6 +196,11 @@ class ModuleAdapter(EngineAdapter):
         name."""
         return self._renamed(persistent_buffers(self.module))
 
+    @cached_property
+    def _stored_parameters(self) -> frozenset[str]:
+        """The names of all parameters in a checkpoint."""
+        return frozenset(self.kind.stored_name(name) for name in self.parameters[0])
+
     def global_name(self, name: str) -> str:
         """Returns the name that a tensor has in a checkpoint. ``name``: its name in the module. The two differ only if
         ranks have different tensors of the same name."""
@@ -212,7 +217,7 @@ class ModuleAdapter(EngineAdapter):
         rename = self.global_name
         return (
             {rename(name): tensor for name, tensor in tensors.items()},
-            {rename(alias): rename(name) for alias, name in aliases.items()},
+            {rename(alias): rename(name) for alias, name in aliases.items() if rename(alias) != rename(name)},
         )
 
     @cached_property
@@ -279,18 +284,20 @@ class ModuleAdapter(EngineAdapter):
             if fragment.span.numel or (0 in fragment.shape and self.kind.writes_empty(name)):
                 yield fragment
 
-    def weights_to_read(self, *, empty: bool = False) -> Iterator[Fragment]:
-        """Yields a fragment for what this rank reads in a restore of each weight that has no master weight. ``empty``:
-        also yields a fragment without elements for each parameter of which other ranks read all elements."""
+    def weights_to_read(self, *, empty: bool = False) -> Iterator[tuple[str, Fragment]]:
+        """Yields, for each weight that has no master weight, the name of the parameter and a fragment for what this
+        rank reads of it in a restore. ``empty``: also yields a fragment without elements for each parameter of which
+        other ranks read all elements."""
         for name in self.masterless:
             fragment = self._weight(*self.kind.read_share(name))
             if fragment.span.numel or empty or (0 in fragment.shape and self.kind.writes_empty(name)):
-                yield fragment
+                yield name, fragment
 
     def _weight(self, held: ParameterRange, data: torch.Tensor | FileRange) -> Fragment:
-        dtype = dtype_name(self.parameters[0][held.name].dtype, f"{PARAM}/{held.name}")
+        name = held.stored_name
+        dtype = dtype_name(self.parameters[0][held.name].dtype, f"{PARAM}/{name}")
         tier = Tier.NVME if isinstance(data, FileRange) else self.kind.tier(PARAM)
-        return Fragment(PARAM, held.name, dtype, held.span, tier, replicated=held.replicated, data=data)
+        return Fragment(PARAM, name, dtype, held.span, tier, replicated=held.replicated, data=data)
 
     def buffer_fragments(self, buffers: Mapping[str, torch.Tensor], *, empty: bool = False) -> Iterator[Fragment]:
         """Yields a fragment for each of ``buffers``. ``empty``: as in ``weights_to_read``. If the elements of a buffer

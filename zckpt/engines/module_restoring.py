@@ -38,7 +38,7 @@ class ModuleRestoring:
         """The names of the moments that are restored."""
         self._extra: dict[str, torch.Tensor] = {}
         """The tensors of the extra state that are restored, by name. ``fill`` makes them."""
-        trained = {name for flat in self._kind.flats for name in flat.names}
+        trained = {name for flat in self._kind.flats for name in flat.stored_names}
         self._unknown = frozenset(trained.difference(selection.stored.get(MASTER, ())))
         """The trained parameters that have no master weight in the checkpoint, and so perhaps no param group in it."""
 
@@ -60,8 +60,10 @@ class ModuleRestoring:
             for flat in self._kind.flats:
                 live = self._kind.optimizer.state.get(flat.master, {})
                 for part in (part for part in self._moments if is_composed(live.get(part))):
-                    if any((part, name) in self._places for name in flat.names):
-                        reasons.append(f"{part}/{flat.names[0]}: a {type(live[part]).__qualname__} in the engine")
+                    if any((part, name) in self._places for name in flat.stored_names):
+                        reasons.append(
+                            f"{part}/{flat.stored_names[0]}: a {type(live[part]).__qualname__} in the engine"
+                        )
         if "scheduler" in state:
             keeps = self._selection.keeps_settings
             reasons += self._saved_scheduler().problems(strict=self._selection.strict, keeps_settings=keeps)
@@ -69,7 +71,7 @@ class ModuleRestoring:
 
     def fill(self) -> Generator[Batch, None, None]:
         self._kind.before_restore()
-        weights = tuple(self._chosen(self._adapter.weights_to_read()))
+        weights = {name: f for name, f in self._adapter.weights_to_read() if (f.part, f.name) in self._places}
         buffers = self._adapter.buffers[0]
         not_contiguous = {name for name, buffer in buffers.items() if not lies_in_order(buffer)}
         urgent = [
@@ -78,7 +80,7 @@ class ModuleRestoring:
             if fragment.name not in not_contiguous
         ]
         urgent += self._extra_fragments()
-        urgent += (fragment for fragment in weights if isinstance(fragment.data, torch.Tensor))
+        urgent += (fragment for fragment in weights.values() if isinstance(fragment.data, torch.Tensor))
         in_memory = [flat for flat in self._kind.flats if not flat.files]
         urgent += (fragment for flat in in_memory for fragment in self._masters(flat))
         moments = (fragment for flat in in_memory for fragment in self._moments_of(flat))
@@ -89,9 +91,9 @@ class ModuleRestoring:
                 assert isinstance(fragment.data, torch.Tensor)
                 buffer = buffers[fragment.name]
                 set_in_place(buffer, fragment.data.view(buffer.shape))
-        for fragment in weights:
+        for name, fragment in weights.items():
             if isinstance(fragment.data, FileRange):
-                with self._kind.weight_in_memory(fragment.name) as data:
+                with self._kind.weight_in_memory(name) as data:
                     yield Batch((replace(fragment, data=data),))
         for flat in self._kind.flats:
             if flat.files:
@@ -120,7 +122,9 @@ class ModuleRestoring:
         """Yields the fragments of the moments of a flat buffer that is in memory. Moments that do not exist yet are
         made."""
         for part in self._moments:
-            fragment = next((self._places[part, name] for name in flat.names if (part, name) in self._places), None)
+            fragment = next(
+                (self._places[part, name] for name in flat.stored_names if (part, name) in self._places), None
+            )
             if fragment is None:
                 continue
             state = self._kind.optimizer.state[flat.master]

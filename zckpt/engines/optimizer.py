@@ -114,7 +114,7 @@ def capture(optimizer: Any, flats: Sequence[FlatBuffer]) -> dict[str, Any]:
     shared_entries: dict[str, list[dict[str, Any]]] = {}
     """Those entries of ``states`` that several parameters may share. Equal entries have the same key here."""
     for flat in flats:
-        groups[flat.group]["params"].extend(flat.names)
+        groups[flat.group]["params"].extend(flat.stored_names)
         state = optimizer.state.get(flat.master, {})
         if not state:
             continue
@@ -122,7 +122,7 @@ def capture(optimizer: Any, flats: Sequence[FlatBuffer]) -> dict[str, Any]:
         bound_values = bound(flat, state)
         if bound_values and flat.whole:
             summary["values"] |= _decomposed(bound_values)
-            states.append({"params": list(flat.names), **summary})  # No other flat buffer has an equal state.
+            states.append({"params": list(flat.stored_names), **summary})  # No other flat buffer has an equal state.
             continue
         if bound_values:
             summary["bound"] = sorted(map(str, bound_values))
@@ -132,7 +132,7 @@ def capture(optimizer: Any, flats: Sequence[FlatBuffer]) -> dict[str, Any]:
             entry = {"params": [], **summary}
             states.append(entry)
             candidates.append(entry)
-        entry["params"].extend(flat.names)
+        entry["params"].extend(flat.stored_names)
     decouples = _decouples(optimizer)
     decay_entry = {} if decouples is None else {"decoupled_weight_decay": decouples}
     inner_entry = {} if inner(optimizer) is None else {"inner_class": type(inner(optimizer)).__name__}
@@ -143,10 +143,28 @@ def capture(optimizer: Any, flats: Sequence[FlatBuffer]) -> dict[str, Any]:
         if (dtype := _narrow_dtype(value)) is not None
     ]
     numpy_entry = {"numpy": narrow} if narrow else {}
-    return {
+    tree: dict[str, Any] = {
         "class": class_name(optimizer), **decay_entry, **inner_entry, **numpy_entry, "param_groups": groups,
         "states": states,
     }  # fmt: skip
+    _name_once(tree)
+    return tree
+
+
+def _name_once(tree: dict[str, Any]) -> None:
+    """Leaves each name in one param group and in one entry of ``states``. Several parameters of an engine may be parts
+    of one tensor of the checkpoint. Raises StateError if what the optimizer keeps for them differs."""
+    for key in ("param_groups", "states"):
+        last: dict[str, Mapping[str, Any]] = {}
+        for entry in tree[key]:
+            for name in entry["params"]:
+                other = last.get(name, entry)
+                if other is not entry and not (key == "states" and _counted_elsewhere(tree, other, entry)):
+                    raise StateError(f"optimizer: the parts of {name} have other {key} than one another", key=name)
+                last[name] = entry
+        for entry in tree[key]:
+            entry["params"] = [name for name in dict.fromkeys(entry["params"]) if last[name] is entry]
+    tree["states"] = [entry for entry in tree["states"] if entry["params"]]
 
 
 def joined(trees: Sequence[dict[str, Any]], *, leave_out: bool) -> dict[str, Any]:
@@ -197,7 +215,7 @@ def capture_bound(optimizer: Any, flats: Sequence[FlatBuffer]) -> list[dict[str,
         bound_values = bound(flat, optimizer.state.get(flat.master, {}))
         if bound_values and not flat.whole:
             values = _decomposed(bound_values)
-            entries.append({"params": list(flat.names), "geometry": geometry(flat), "values": values})
+            entries.append({"params": list(flat.stored_names), "geometry": geometry(flat), "values": values})
     return entries
 
 
@@ -282,10 +300,11 @@ class Saved:
             {name: entry for name, entry in by_name.items() if name not in self._kept}
             for by_name in (self._group_of, self._state_of, self._counted)
         )
-        self._bound: dict[tuple[str, ...], Mapping[str, Any]] = {}
+        self._bound: dict[str, Mapping[str, Any]] = {}
+        """What ``bound`` has for each flat buffer, by the text of its geometry."""
         for entry in [] if bound is None else _members({"bound": bound}, "bound"):
             values = self._kept_values(_member(entry, "values", dict, "optimizer.bound"))
-            self._bound[tuple(entry["params"])] = {**entry, "values": values}
+            self._bound[repr(entry.get("geometry"))] = values
 
     def _kept_values(self, values: Mapping[str, Any]) -> dict[str, Any]:
         kept = without_left_out(values)
@@ -313,12 +332,13 @@ class Saved:
         group = next((self._group_of[name] for name in names if name in self._group_of), None)
         return next((index for index, saved in enumerate(self.groups) if saved is group), None)
 
-    def restores(self, key: str, live: Collection[str]) -> bool:
+    def restores(self, key: str, live: Collection[str], saved: Iterable[Collection[str]]) -> bool:
         """Returns whether the entry ``key`` of a param group is restored. ``live``: the entries that the live group
-        has."""
-        if key == "params" or key in KERNELS:
+        has. ``saved``: those of the groups that its parameters had when they were saved."""
+        if key in ("params", "moe") or key in KERNELS:
             return False
-        if key == "name" and "moe" in live:  # DeepSpeed makes and names this group, by the ranks of its experts.
+        # DeepSpeed makes groups of their own for experts, and names them by the ranks of the experts.
+        if key == "name" and any("moe" in group for group in (live, *saved)):
             return False
         if self.is_of_another_class and key not in live:  # Another class has settings that this one does not have.
             return False
@@ -334,8 +354,8 @@ class Saved:
         groupless = [name for name in names if name not in self._group_of and name not in optional]
         if groupless:
             return {}, [f"{first_few(groupless, 1)}: in no param group of the checkpoint"]
-        groups = _distinct(self._group_of.get(name) for name in names)
-        saved = [{key: group[key] for key in group if self.restores(key, live)} for group in groups if group]
+        groups = [group for group in _distinct(self._group_of.get(name) for name in names) if group]
+        saved = [{key: group[key] for key in group if self.restores(key, live, groups)} for group in groups]
         if not saved:
             return {}, []
         first = saved[0]
@@ -367,24 +387,25 @@ class Saved:
         or None if its steps are counted alone. Parameters that had no state when they were saved get the scalars of the
         others.
         """
-        if together is not None and flat.names[0] not in self._group_of:
+        if together is not None and flat.stored_names[0] not in self._group_of:
             entries = together.entries
         else:
             alike = together is not None and together.alike
-            entries = self._entries(flat.names, self._state_of if alike else self._counted)
+            entries = self._entries(flat.stored_names, self._state_of if alike else self._counted)
         if not entries:
             return NOTHING, []
-        bound_entry = self._bound.get(flat.names, {})
+        bound_values = self._bound.get(repr(geometry(flat)))
         for entry in entries:
             bound_keys = entry.get("bound", ())
             keys = sorted({*bound_keys, *(str(key) for key, value in entry["values"].items() if is_bound(value))})
-            if keys and (bound_entry.get("geometry") != geometry(flat) if bound_keys else not flat.whole):
+            if keys and (bound_values is None if bound_keys else not flat.whole):
                 return NOTHING, [_misfit(keys, flat, self.optimizer_class or "the optimizer")]
         first, *others = entries
         if not all(_same_state(entry, first) for entry in others):
-            problem = f"{first_few(flat.names, 1)}: one sub-group here, but other optimizer scalars for each when saved"
+            name = first_few(flat.stored_names, 1)
+            problem = f"{name}: one sub-group here, but other optimizer scalars for each when saved"
             return NOTHING, [problem]
-        return State({**first["values"], **bound_entry.get("values", {})}, first["moments"]), []
+        return State({**first["values"], **(bound_values or {})}, first["moments"]), []
 
     @staticmethod
     def _entries(names: Iterable[str], state_of: Mapping[str, Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -435,7 +456,7 @@ def problems(
         not_saved = bound(flat, live).keys() - state.values.keys() - saved.left_out
         if not_saved and not reasons_of_state:
             keys = ", ".join(sorted(map(str, not_saved)))
-            reasons.append(f"missing: optimizer state {keys} of {first_few(flat.names, 1)}")
+            reasons.append(f"missing: optimizer state {keys} of {first_few(flat.stored_names, 1)}")
         for key, value in state.values.items():
             why = None
             if is_decomposed(value):
@@ -443,12 +464,12 @@ def problems(
             elif is_composed(live.get(key)):
                 why = f"is no {type(live[key]).__qualname__} in the checkpoint, as it is in the engine"
             if why is not None:
-                reasons.append(f"{key} of {first_few(flat.names, 1)} {why}")
+                reasons.append(f"{key} of {first_few(flat.stored_names, 1)} {why}")
         absent = [
-            f"{part}/{parameter_range.name}"
+            f"{part}/{name}"
             for part in state.moments
-            for parameter_range in flat.ranges
-            if f"{part}/{parameter_range.name}" not in restored and saved.has_state(parameter_range.name)
+            for name in flat.stored_names
+            if f"{part}/{name}" not in restored and saved.has_state(name)
         ]
         if absent:
             reasons.append(f"{first_few(absent, 1)}: not restored, though the optimizer's scalars would be")
@@ -497,8 +518,8 @@ def _by_group(flats: Sequence[FlatBuffer]) -> dict[int, list[str]]:
     """Returns the names of the parameters of each param group, by the index of the group."""
     names: dict[int, list[str]] = {}
     for flat in flats:
-        names.setdefault(flat.group, []).extend(flat.names)
-    return names
+        names.setdefault(flat.group, []).extend(flat.stored_names)
+    return {group: list(dict.fromkeys(of_group)) for group, of_group in names.items()}
 
 
 def matching_groups(saved: Saved, optimizer: Any, flats: Sequence[FlatBuffer]) -> list[int | None]:
@@ -524,7 +545,7 @@ def _settings(
     if _without_trained(saved, index) is None:
         return {}, []
     group = saved.groups[index]
-    return {key: value for key, value in group.items() if saved.restores(key, live)}, []
+    return {key: value for key, value in group.items() if saved.restores(key, live, [group])}, []
 
 
 def _states(
@@ -535,7 +556,7 @@ def _states(
     groups = _by_group(flats)
     together = {group: saved.together(names) for group, names in groups.items() if counts_together(optimizer, group)}
     for flat in flats:
-        if saved.keeps(groups[flat.group] if flat.group in together else flat.names):
+        if saved.keeps(groups[flat.group] if flat.group in together else flat.stored_names):
             yield flat, None, []
         else:
             yield flat, *saved.state(flat, together.get(flat.group))
@@ -543,8 +564,8 @@ def _states(
 
 def _misfit(keys: Sequence[str], flat: FlatBuffer, optimizer_class: str) -> str:
     return (
-        f"{first_few(flat.names, 1)}: {', '.join(keys)} of {optimizer_class} cannot be cut anew, it fits only the "
-        "elements that it was made for: restore with the writer's stage, number of ranks and param groups, or the "
+        f"{first_few(flat.stored_names, 1)}: {', '.join(keys)} of {optimizer_class} cannot be cut anew, it fits only "
+        "the elements that it was made for: restore with the writer's stage, number of ranks and param groups, or the "
         "weights alone"
     )
 

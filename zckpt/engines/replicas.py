@@ -61,7 +61,9 @@ class Replicated(Kind):
         return nullcontext(self.read_share(name)[1])
 
     def after_fill(self, weights: Collection[str]) -> None:
-        restored = ((name, self._parameters[name]) for name in self._parameters if name in weights)
+        restored = (
+            (name, parameter) for name, parameter in self._parameters.items() if self.stored_name(name) in weights
+        )
         # Weights that were not restored are already equal on all owners.
         self._gather = self._gathering(chain(restored, self._replicas()))
 
@@ -79,10 +81,10 @@ class Replicated(Kind):
         return Share(owners.rank, owners.size)
 
     def _elements(self, name: str, share: Share) -> tuple[ParameterRange, torch.Tensor]:
-        held = self._local_tensors[name].span
-        span = share.of(held)
+        local = self._local_tensors[name]
+        held, span = local.span, share.of(local.span)
         data = local_of(self._parameters[name]).detach().view(-1)
-        own = ParameterRange(name, span, 0, self._local_tensors[name].replicated)
+        own = ParameterRange(name, span, 0, local.replicated, stored_as=local.stored_as)
         return own, data.narrow(0, span.start - held.start, span.numel)
 
     def _gathering(self, replicas: Iterable[tuple[str, torch.Tensor]]) -> Callable[[], None]:

@@ -97,8 +97,8 @@ class Unwrapped(replicas.Replicated):
             name = self._names[id(parameter)]
             local = self._local_tensors[name]
             held, share = local.span, self._share(name).of(local.span)
-            ranges.append(ParameterRange(name, held, offset, local.replicated))
-            shares.append(ParameterRange(name, share, offset + share.start - held.start))
+            ranges.append(ParameterRange(name, held, offset, local.replicated, stored_as=local.stored_as))
+            shares.append(ParameterRange(name, share, offset + share.start - held.start, stored_as=local.stored_as))
             offset += held.numel
         whole = len(ranges) == 1 and ranges[0].span.numel == math.prod(ranges[0].span.grid.shape)
         return FlatBuffer(param_group.group, tuple(ranges), param_group.master, whole=whole, shares=tuple(shares))

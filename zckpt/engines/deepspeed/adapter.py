@@ -12,7 +12,7 @@ import torch
 from zckpt.engines import optimizer, rng
 from zckpt.engines.contract import Use
 from zckpt.engines.deepspeed import data_sampler, refuse, scaler
-from zckpt.engines.deepspeed.experts import MoeExperts
+from zckpt.engines.deepspeed.experts import AutoExperts, MoeExperts, auto_experts_of
 from zckpt.engines.deepspeed.group import group_of_engine, process_group
 from zckpt.engines.deepspeed.local_tensors import local_tensors_of
 from zckpt.engines.deepspeed.pipeline_stage import PipelineStage
@@ -62,7 +62,7 @@ class DeepSpeedAdapter(ModuleAdapter):
         return self.experts.divided or self._stage.divided
 
     def global_name(self, name: str) -> str:
-        return self.experts.global_name(name)
+        return self._auto_experts.names.get(name) or self.experts.global_name(name)
 
     def counterpart(self, name: str) -> str:
         return "" if self._stage.has_elsewhere(name) else self.experts.counterpart(name)
@@ -100,9 +100,10 @@ class DeepSpeedAdapter(ModuleAdapter):
             )
 
     def state(self) -> dict[str, Any]:
+        divided = self.names_differ or self._auto_experts.any
         trees: dict[str, Any] = {
             "counters": {name: int(getattr(self.engine, name)) for name in COUNTERS},
-            "deepspeed": setup_of(self.engine, self.parameters[0], self._groups(), divided=self.names_differ).tree(),
+            "deepspeed": setup_of(self.engine, self.parameters[0], self._groups(), divided=divided).tree(),
             **self.tree_of_extra_state(),
         }
         sampler = data_sampler.sampler_of(self.engine)
@@ -212,7 +213,8 @@ class DeepSpeedAdapter(ModuleAdapter):
     def local_tensors(self) -> dict[str, LocalTensor]:
         """The local tensors of all parameters. Raises ValueError as ``local_tensors_of`` does."""
         shapes = self._kind_class.shapes(self.engine.optimizer, self.parameters[0])
-        return local_tensors_of(self.engine, self.parameters[0], shapes, self._stage, self.experts)
+        parameters, experts = self.parameters[0], (self.experts, self._auto_experts)
+        return local_tensors_of(self.engine, parameters, shapes, self._stage, *experts)
 
     @cached_property
     def _stage(self) -> PipelineStage:
@@ -222,6 +224,11 @@ class DeepSpeedAdapter(ModuleAdapter):
     def experts(self) -> MoeExperts:
         """The experts that this rank has."""
         return MoeExperts(self.engine, self.module)
+
+    @cached_property
+    def _auto_experts(self) -> AutoExperts:
+        """The tensors of the layers of AutoEP."""
+        return auto_experts_of(self.engine, self.module)
 
     def _groups(self) -> list[list[str]] | None:
         """Returns the value of ``Setup.groups``: the names of the parameters of each param group, or None unless the

@@ -1,19 +1,25 @@
 """Experts that are divided between ranks: those of ``deepspeed.moe.layer.MoE``, and those of AutoEP.
 
 A rank of ``MoE`` has some of the experts, each with its own parameters, and numbers them from 0. In a checkpoint they
-have their numbers among all experts of the layer. AutoEP keeps each weight of all experts in one parameter, whose first
-dimension is divided.
+have their numbers among all experts of the layer.
+
+AutoEP replaces layers of a model by its own. These keep each weight of all experts in one parameter, whose first
+dimension is divided. In a checkpoint, the tensors have the names and shapes that they had before, where the gate and
+the up projection mostly are one tensor.
 """
 
 from __future__ import annotations
 
 import re
+import sys
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zckpt.engines.deepspeed.classes import is_a
+from zckpt.engines.tensors import plain_name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
     from torch import nn
     from torch.distributed import ProcessGroup
@@ -22,6 +28,8 @@ if TYPE_CHECKING:
 
     Cut = tuple[tuple[int, ...], int, Sequence[Section]]
     """The shape of a whole parameter, the dimension that is cut, and the indices of each rank in it."""
+    Cuts = tuple[tuple[int, ...], Mapping[int, tuple[Sequence[Section], int]]]
+    """The shape of a whole parameter, and the argument ``cuts`` of ``section_of`` for the local tensor of this rank."""
 
 EXPERT = re.compile(r"(.*?deepspeed_experts\.)(\d+)(\..*)")
 """Matches the name of a parameter or buffer of an expert."""
@@ -105,12 +113,131 @@ def process_group_of_expert(engine: Any, parameter: Any) -> ProcessGroup | None:
     return groups.get(getattr(parameter, "group_name", ""))
 
 
-def divided_by_autoep(parameter: Any) -> tuple[Cut, int] | None:
-    """Returns how AutoEP has divided a parameter, and the number of this rank among those over which it is divided.
-    Returns None for any other parameter."""
+class AutoExperts:
+    """The tensors of the layers of AutoEP, with the names that they had before."""
+
+    def __init__(self) -> None:
+        self.names: dict[str, str] = {}
+        """The name that each tensor of the layers has in a checkpoint, by its name in the module. The gate and the up
+        projection have no name of their own in a checkpoint if they were one tensor."""
+        self._halves: dict[str, tuple[str, int]] = {}
+        """For these: the name of the one tensor, and the number of the half of its second dimension."""
+
+    @property
+    def any(self) -> bool:
+        """Whether there are such layers."""
+        return bool(self.names)
+
+    def add(self, path: str, before: NamesBefore, tensors: Iterable[str]) -> None:
+        """Adds the layer at ``path``. ``tensors``: the names of its tensors inside of the layer."""
+        for tensor in tensors:
+            name, half = f"{path}.{before.name(tensor)}", before.half(tensor)
+            if half is None:
+                self.names[f"{path}.{tensor}"] = name
+            else:
+                self._halves[f"{path}.{tensor}"] = name, half
+
+    def unsupported(self, trained: Container[str]) -> Iterator[str]:
+        """Yields a phrase for an error if one half of a tensor has a master weight and the other one has none.
+        ``trained``: the parameters that have master weights."""
+        halves: dict[str, bool] = {}
+        for name, (whole, _) in self._halves.items():
+            if halves.setdefault(whole, name in trained) != (name in trained):
+                yield f"{whole}, of which only one half is trained (experts.w1 or experts.w3)"
+                return
+
+    def cuts(self, name: str, shape: Sequence[int], sections: Sequence[Section], number: int) -> Cuts:
+        """Returns how AutoEP has divided a parameter. ``shape``: that of all experts together. ``sections``: the
+        experts of each rank. ``number``: that of this rank."""
+        whole = shape
+        if name in self._halves:
+            experts, width, *others = shape
+            whole = (experts, 2 * width, *others)
+        return tuple(whole), {0: (sections, number), **self.cuts_of_half(name, whole)}
+
+    def cuts_of_half(self, name: str, whole: Sequence[int]) -> dict[int, tuple[Sequence[Section], int]]:
+        """Returns how a parameter is cut out of the one that a checkpoint has, beside the division of the experts.
+        ``whole``: the shape in the checkpoint."""
+        if name not in self._halves:
+            return {}
+        width = whole[1] // 2
+        return {1: ([((0, width),), ((width, width),)], self._halves[name][1])}
+
+    def stored_as(self, name: str) -> str:
+        """Returns the value of ``LocalTensor.stored_as`` for a parameter."""
+        return self._halves[name][0] if name in self._halves else ""
+
+
+def auto_experts_of(engine: Any, module: nn.Module) -> AutoExperts:
+    """Returns the tensors of the layers of AutoEP that an engine has."""
+    experts = AutoExperts()
+    for path, layer in module.named_modules():
+        if is_a(layer, "AutoEPMoELayer"):
+            presets = sys.modules["deepspeed.module_inject.auto_ep_config"].PRESET_MODELS
+            before = names_before(vars(engine._config.expert_parallel_config), presets.get(layer.model_family))
+            named = (layer.named_parameters(remove_duplicate=False), layer.named_buffers(remove_duplicate=False))
+            experts.add(plain_name(path), before, (plain_name(name) for name, _ in chain(*named)))
+    return experts
+
+
+def divided_by_autoep(parameter: Any) -> tuple[tuple[int, ...], list[Section], int] | None:
+    """Returns how AutoEP has divided a parameter, as arguments of ``AutoExperts.cuts``, or None for any other
+    parameter."""
     described = getattr(parameter, _AUTOEP, None)
     if described is None:
         return None
-    ranks = sorted(described["expert_placement"]["ranks"], key=lambda rank: rank["rank"])
-    sections = [tuple((int(expert), 1) for expert in rank["experts"]) for rank in ranks]
-    return (tuple(described["logical_shape"]), 0, sections), int(described["ep_rank"])
+    return tuple(described["logical_shape"]), sections_of(described["expert_placement"]), int(described["ep_rank"])
+
+
+def sections_of(placement: Mapping[str, Any]) -> list[Section]:
+    """Returns the experts that each rank has of a layer of AutoEP. ``placement``: AutoEP's description of it."""
+    ranks = sorted(placement["ranks"], key=lambda rank: rank["rank"])
+    return [tuple((int(expert), 1) for expert in rank["experts"]) for rank in ranks]
+
+
+class NamesBefore(NamedTuple):
+    """The names of the tensors and modules of a layer before AutoEP has replaced it."""
+
+    router: str
+    experts: str
+    gate: str
+    """The gate projections of all experts. Without ``up``, this tensor has the up projections too."""
+    down: str
+    up: str | None
+    shared_experts: str
+    shared_gate: str
+
+    def name(self, inside: str) -> str:
+        """Returns the name that a tensor had inside of the layer. ``inside``: its name in AutoEP's layer, which may
+        have the router under a second name too."""
+        child, _, rest = inside.partition(".")
+        if child == "experts":
+            weights = {"w1": self.gate, "w2": self.down, "w3": self.up or self.gate}
+            return f"{self.experts}.{weights.get(rest, rest)}"
+        if child in ("shared_experts", "shared_experts_gate"):
+            return f"{self.shared_experts if child == 'shared_experts' else self.shared_gate}.{rest}"
+        if rest.startswith("gate.") or rest == "e_score_correction_bias":
+            # The router was one module, and is now a module with another one in it.
+            return f"{self.router}.{rest.removeprefix('gate.')}"
+        return inside
+
+    def half(self, inside: str) -> int | None:
+        """Returns the number of the half that a tensor was of a tensor before, or None if it was a tensor of its
+        own."""
+        return {"experts.w1": 0, "experts.w3": 1}.get(inside) if self.up is None else None
+
+
+def names_before(settings: Mapping[str, Any], preset: Any) -> NamesBefore:
+    """Returns the names that AutoEP has looked for in a model. ``settings``: those of ``expert_parallel``. ``preset``:
+    AutoEP's description of the kind of model, or None if the settings describe it alone."""
+
+    def name(of_settings: str, default: str, of_preset: str = "") -> str:
+        return str(settings.get(of_settings) or getattr(preset, of_preset or of_settings, default))
+
+    up = settings.get("expert_w3", 0)  # neither a text nor None if the settings do not have it
+    return NamesBefore(
+        name("router_pattern", "gate"), name("expert_pattern", "experts", "experts_pattern"),
+        name("expert_w1", "gate_up_proj"), name("expert_w2", "down_proj"),
+        up if up is None or isinstance(up, str) else getattr(preset, "expert_w3", None),
+        name("shared_experts_pattern", ""), name("shared_experts_gate_pattern", ""),
+    )  # fmt: skip

@@ -30,7 +30,7 @@ from zckpt.geometry import all_of, section_of
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from zckpt.engines.deepspeed.experts import Cut, MoeExperts
+    from zckpt.engines.deepspeed.experts import AutoExperts, Cut, Cuts, MoeExperts
     from zckpt.engines.deepspeed.pipeline_stage import PipelineStage
     from zckpt.geometry import Section, Span
 
@@ -56,11 +56,14 @@ def local_tensors_of(
     shapes: Mapping[int, Sequence[int]],
     stage: PipelineStage,
     experts: MoeExperts,
+    auto_experts: AutoExperts,
 ) -> dict[str, LocalTensor]:
     """Returns the local tensors of all parameters of an engine. ``shapes``: what ``Kind.shapes`` has returned. Raises
     ValueError, with a phrase for an error, if it cannot be told how a parameter is cut."""
     owners, tensor_ranks = rank_group_of(process_group_of_owners(engine)), tensor_parallel_ranks(engine)
-    for reason in (*stage.unsupported(parameters), *experts.unsupported(parameters, tensor_ranks.size)):
+    trained = {name for name, parameter in parameters.items() if parameter.requires_grad}
+    of_experts = (*experts.unsupported(parameters, tensor_ranks.size), *auto_experts.unsupported(trained))
+    for reason in (*stage.unsupported(parameters), *of_experts):
         raise ValueError(reason)
     # A stage of a pipeline, and a model that AutoTP does not know, may have no layer that is cut.
     patterns = _patterns_of(engine, parameters) if tensor_ranks.size > 1 else {}
@@ -77,17 +80,19 @@ def local_tensors_of(
         expert_group, by_autoep = process_group_of_expert(engine, parameter), divided_by_autoep(parameter)
         if by_autoep is not None or expert_group is not None:
             own = owners if expert_group is None else group_of(expert_group)
-            cut, number = (None, 0) if by_autoep is None else by_autoep
-            span, same_borders = _span_of(name, shape, cut, number)
+            cuts = None if by_autoep is None else auto_experts.cuts(name, *by_autoep)
+            span, same_borders = _span_of(name, shape, cuts)
             copies = f"whole experts of ranks {own.ranks}" if own.size > 1 else ""
-            local_tensors[name] = LocalTensor(span, own, copies, same_borders=same_borders)
+            stored_as = auto_experts.stored_as(name)
+            local_tensors[name] = LocalTensor(span, own, copies, stored_as=stored_as, same_borders=same_borders)
             continue
         cut = None
         if patterns:
             cut = _cut_by_patterns(name, shape, patterns, tensor_ranks)
         elif tensor_ranks.size > 1:
             cut = _cut_of(name, parameter, shape, tensor_ranks)
-        span, same_borders = _span_of(name, shape, cut, tensor_ranks.rank)
+        cuts = None if cut is None else (cut[0], {cut[1]: (cut[2], tensor_ranks.rank)})
+        span, same_borders = _span_of(name, shape, cuts)
         tied = stage.tied(name)
         copies = f"tied {tied}" if tied else "owners" if owners.size > 1 else ""
         beyond = copies if tied else ""
@@ -107,17 +112,17 @@ def local_tensors_of(
     return local_tensors
 
 
-def _span_of(name: str, shape: tuple[int, ...], cut: Cut | None, number: int) -> tuple[Span, bool]:
+def _span_of(name: str, shape: tuple[int, ...], cuts: Cuts | None) -> tuple[Span, bool]:
     """Returns the elements of a local tensor of this shape, and whether the local tensors of all ranks have the same
-    number of elements. ``cut``: how the parameter is cut, or None if the local tensor is all of it. ``number``: that of
-    this rank among those over which it is cut."""
-    if cut is None:
+    number of elements. ``cuts``: how the parameter is cut, or None if the local tensor is all of it."""
+    if cuts is None:
         return all_of(shape), True
-    whole, dim, sections = cut
-    span = section_of(whole, dim, sections, number)
+    whole, of_dims = cuts
+    span = section_of(whole, of_dims)
     if span.numel != math.prod(shape):
         raise ValueError(f"{name}, whose shape {list(shape)} is not the one that its cut gives to this rank")
-    return span, len({sum(count for _, count in section) for section in sections}) == 1
+    sizes = ({sum(count for _, count in section) for section in sections} for sections, _ in of_dims.values())
+    return span, all(len(of_dim) == 1 for of_dim in sizes)
 
 
 def tensor_parallel_ranks(engine: Any) -> RankGroup:

@@ -52,7 +52,8 @@ class Setup:
     frozen parameters in its groups. That is possible only at stage 0 without separate master weights."""
 
     divided: bool = False
-    """Whether the engine had experts or pipeline stages on several ranks. Then the names above are those of rank 0."""
+    """Whether the engine had layers of AutoEP, or experts or pipeline stages on several ranks. Then the names above are
+    those of rank 0."""
 
     @property
     def bf16_optimizer(self) -> bool:
