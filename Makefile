@@ -20,7 +20,8 @@
 # make test-torch      runs the tests of `make test` with every version of torch in TORCHES (2.14.1 2.7.0)
 # make bench-gpu       compares loading to a GPU and writing from it with loaders that are made for this
 # make bench-index     measures the index at 1024 ranks, and the commands
-# make bench-coverage  compares DeepSpeed's own checkpoints with zckpt in the same situations; writes to bench/results
+# make bench-coverage  compares DeepSpeed's own checkpoints, and DCP's, with zckpt in the same situations; writes to
+#                      bench/results
 #
 # You need python3 (3.11 or newer, with its headers), make and a C++ compiler. The rest is installed into .venv and
 # .cache. Without a GPU, TORCH_INDEX=https://download.pytorch.org/whl/cpu avoids several GB of CUDA packages.
@@ -178,6 +179,7 @@ bench-index: $(SETUP)
 
 bench-coverage: setup
 	@$(PY) bench/coverage.py --output bench/results
+	@$(PY) bench/dcp_layouts.py --output bench/results
 
 .PHONY: $(FUZZ_TARGETS:%=fuzz-%)
 fuzz: $(FUZZ_TARGETS:%=fuzz-%)
