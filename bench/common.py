@@ -388,22 +388,23 @@ class Result:
     targets: list[Target] = field(default_factory=list)
     extra: dict[str, Any] = field(default_factory=dict)
 
-    def add(self, rounds: Rounds, nbytes: int, group: str = "") -> None:
-        """Adds a row for each label. In each round, each contestant has moved ``nbytes``."""
+    def add(self, rounds: Rounds, nbytes: int | None, group: str = "") -> None:
+        """Adds a row for each label. In each round, each contestant has moved ``nbytes``. With None, which is for work
+        whose time does not depend on the number of bytes, a row has only the time."""
         for label, timings in rounds.items():
             median = statistics.median(timing.seconds for timing in timings)
             self.rows.append(
                 {
                     "group": group,
                     "label": label,
-                    "bytes": nbytes,
                     "seconds": [timing.seconds for timing in timings],
                     "median_seconds": median,
-                    "gib_per_second": nbytes / GIB / median,
                     "cpu_seconds": [timing.cpu_seconds for timing in timings],
-                    "cpu_seconds_per_gib": cpu_per_gib(timings, nbytes),
                 }
             )
+            if nbytes is not None:
+                per_gib = {"gib_per_second": nbytes / GIB / median, "cpu_seconds_per_gib": cpu_per_gib(timings, nbytes)}
+                self.rows[-1] |= {"bytes": nbytes, **per_gib}
 
     def at_least(self, what: str, value: float, bound: float, unit: str = "x") -> None:
         self.targets.append(Target(what, value, bound, unit, True))
@@ -417,7 +418,9 @@ class Result:
         for row in self.rows:
             spread = f"{min(row['seconds']):.3f} to {max(row['seconds']):.3f}"
             label = f"{row['group']}: {row['label']}" if row["group"] else row["label"]
-            speed = f"{row['gib_per_second']:7.2f} GiB/s {row['cpu_seconds_per_gib']:7.3f} CPU s/GiB"
+            speed = ""
+            if "bytes" in row:
+                speed = f"{row['gib_per_second']:7.2f} GiB/s {row['cpu_seconds_per_gib']:7.3f} CPU s/GiB"
             print(f"  {label:52} {row['median_seconds']:9.4f} s  ({spread}) {speed}")
         print()
         for target in self.targets:

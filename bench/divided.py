@@ -44,9 +44,10 @@ if TYPE_CHECKING:
 
 RANKS = 8
 MATRIX_BYTES = 128 * MIB
-SPEED_MIN = {4 * KIB: 0.5, 256: 0.5}
-"""The least speed of a load of whole matrices that are cut in columns, as a fraction of the speed of raw reads, by the
-number of bytes of a row of a box."""
+ROW_BYTES = (4 * KIB, 256)
+"""The numbers of bytes of a row of a box."""
+SPEED_MIN = 0.5
+"""The least speed of a load of whole matrices that are cut in columns, as a fraction of the speed of raw reads."""
 
 
 def boxes(state: Mapping[str, torch.Tensor], dim: int) -> Ranks:
@@ -56,7 +57,7 @@ def boxes(state: Mapping[str, torch.Tensor], dim: int) -> Ranks:
         part, _, name = key.partition("/")
         size = tensor.shape[dim] // RANKS
         for rank, fragments in enumerate(ranks):
-            span = section_of(tensor.shape, {dim: ([((of * size, size),) for of in range(RANKS)], rank)})
+            span = section_of(tensor.shape, {dim: ([((number * size, size),) for number in range(RANKS)], rank)})
             data = tensor.narrow(dim, rank * size, size).contiguous().reshape(-1)
             fragments.append(Fragment(part, name, "F32", span, data=data))
     return ranks
@@ -72,10 +73,10 @@ def bytes_read(path: Path, index: slice, *, verify: bool) -> int:
 def main() -> None:
     options = parse_options(__doc__, size=1024 * MIB)
     result = Result("divided", f"Matrices that {RANKS} ranks of tensor parallelism have cut", options)
-    for run_bytes, speed_min in SPEED_MIN.items():
+    for row_bytes in ROW_BYTES:
         matrices = max(options.size // MATRIX_BYTES, 1)
-        rows = options.size // matrices // (run_bytes * RANKS)
-        state = fill({f"master/w{i}": (rows, run_bytes * RANKS // 4) for i in range(matrices)})
+        rows = options.size // matrices // (row_bytes * RANKS)
+        state = fill({f"master/w{i}": (rows, row_bytes * RANKS // 4) for i in range(matrices)})
         nbytes = total_bytes(state)
         with workspace(options, 3 * nbytes) as directory:
             paths = {label: directory / label for label in ("rows", "columns")}
@@ -91,7 +92,7 @@ def main() -> None:
             def load_row(path: Path, *, verify: bool) -> None:
                 zckpt.open(path).load_slice("master/w0", slice(1, 2), verify=verify)
 
-            group = f"rows of {run_bytes} bytes, cold"
+            group = f"rows of {row_bytes} bytes, cold"
             contestants = [
                 Contestant(f"cut in {label}", partial(load, path), partial(drop_from_cache, path))
                 for label, path in paths.items()
@@ -100,7 +101,7 @@ def main() -> None:
             rounds = interleaved([*contestants, Contestant("raw", read)], options.runs)
             result.add(rounds, nbytes, group)
             value = speedup(rounds, "cut in columns", over="raw")
-            result.at_least(f"{group}, cut in columns, against raw O_DIRECT", value, speed_min)
+            result.at_least(f"{group}, cut in columns, against raw O_DIRECT", value, SPEED_MIN)
             load(paths["columns"])
             assert all(torch.equal(out[key], tensor) for key, tensor in state.items())
             of_row = [
@@ -112,7 +113,7 @@ def main() -> None:
                 for label, path in paths.items()
                 for verify in (True, False)
             ]
-            result.add(interleaved(of_row, options.runs), run_bytes * RANKS, group)
+            result.add(interleaved(of_row, options.runs), None, group)
             quarter = slice(rows // 4, rows // 2)
             for label, path in paths.items():
                 ratio = bytes_read(path, quarter, verify=False) / (nbytes / matrices / 4)

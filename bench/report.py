@@ -123,7 +123,8 @@ def page(results: dict[str, Any]) -> str:
             label = f"{row['group']}: {row['label']}" if row["group"] else row["label"]
             times = " | ".join(f"{value:.4g} s" for value in (row["median_seconds"], *extremes(row["seconds"])))
             cpu = f"{row['cpu_seconds_per_gib']:.3g}" if "cpu_seconds_per_gib" in row else ""
-            lines.append(f"| {label} | {times} | {row['gib_per_second']:.2f} | {cpu} |")
+            speed = f"{row['gib_per_second']:.2f}" if "gib_per_second" in row else ""
+            lines.append(f"| {label} | {times} | {speed} | {cpu} |")
         if "notes" in result:
             lines += ["", *result["notes"]]
         if "by_size" in result:

@@ -228,8 +228,13 @@ def unequal(
         if same_pieces and grid_a == grid_b and a.manifest.block_bytes == b.manifest.block_bytes:
             digests = digests_a.of(pieces_a, item_bytes), digests_b.of(pieces_b, item_bytes)
             spans = differing(whole.grid, pieces_a, *digests, a.manifest.block_bytes // item_bytes)
-        starts = {grid_b: pieces_b.start, grid_a: pieces_a.start}
-        yield starts.get(whole.grid, np.zeros(1, np.int64)), spans
+        if whole.grid == grid_a:
+            starts = pieces_a.start
+        elif whole.grid == grid_b:
+            starts = pieces_b.start
+        else:
+            starts = np.zeros(1, np.int64)
+        yield starts, spans
 
 
 class _Digests:

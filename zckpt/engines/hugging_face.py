@@ -98,11 +98,11 @@ def _modules_at_most(count: int) -> Iterator[None]:
             handle.remove()
 
 
-def write_config(model: Any, folder: str) -> None:
+def write_config(model: Any, architecture: str, folder: str) -> None:
     """Writes to ``folder`` the files that ``save_pretrained`` of a model writes in addition to the weights. Does not
-    change the model."""
+    change the model. ``architecture``: the name of its class in transformers."""
     config = copy.deepcopy(model.config)
-    config.architectures = [type(model).__name__]
+    config.architectures = [architecture]
     config.save_pretrained(folder)
     if model.can_generate():
         model.generation_config.save_pretrained(folder)

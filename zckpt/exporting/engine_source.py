@@ -8,6 +8,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from torch.distributed.fsdp import FSDPModule
 
 from zckpt.engines import adapt
 from zckpt.engines.hugging_face import write_config
@@ -118,11 +119,13 @@ class EngineSource:
         module: Any = None if self.module is None else dict(self.module.named_modules()).get(prefix.removesuffix("."))
         if hasattr(module, "get_base_model"):
             module = module.get_base_model()
-        if transformers is None or getattr(transformers, type(module).__name__, None) is not type(module):
+        # fully_shard replaces the class of a module by a subclass of it, which is none of transformers.
+        kind = next(base for base in type(module).__mro__ if not issubclass(base, FSDPModule))
+        if transformers is None or getattr(transformers, kind.__name__, None) is not kind:
             yield None
             return
         with TemporaryDirectory() as folder:
-            write_config(module, folder)
+            write_config(module, kind.__name__, folder)
             yield folder
 
 

@@ -177,7 +177,7 @@ def _written_by(model: Any) -> dict[str, bytes]:
     """Returns the files that ``save_pretrained`` writes in addition to the weights, by their names."""
     model.config.dtype = torch_name(model.dtype)
     with tempfile.TemporaryDirectory() as directory:
-        write_config(model, directory)
+        write_config(model, type(model).__name__, directory)
         return dict(_taken_along(directory, ["*"]))
 
 

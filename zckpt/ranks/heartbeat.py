@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from zckpt.errors import RankError, first_few
 from zckpt.ranks.tree import children, neighbors
 from zckpt.system.threads import Watcher
+from zckpt.system.waits import is_in_bounded_wait
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -55,29 +56,6 @@ def sign_of_life() -> None:
     """Notes that this process has taken a step: a read or a write has ended."""
     global _steps  # noqa: PLW0603  that one of several at the same time is lost does not matter
     _steps += 1
-
-
-_ends: dict[object, float] = {}
-"""When each of the waits of ``bounded_wait`` ends at the latest."""
-
-
-@contextmanager
-def bounded_wait(seconds: float) -> Iterator[None]:
-    """Inside this block, but for at most ``seconds``, a thread of this process waits for something that ends by itself,
-    such as a request to a server that cannot be reached and is asked again and again. Other ranks do not take this rank
-    for one that hangs meanwhile."""
-    wait = object()
-    _ends[wait] = time.monotonic() + seconds
-    try:
-        yield
-    finally:
-        del _ends[wait]
-
-
-def is_in_bounded_wait() -> bool:
-    """Returns whether any thread is in such a block, and its time is not over."""
-    now = time.monotonic()
-    return any(end > now for end in list(_ends.values()))
 
 
 def timeout_seconds() -> int:

@@ -347,9 +347,11 @@ class Checkpoint(Mapping[str, TensorInfo]):
         dtype: torch.dtype | str | None = None,
         verify: bool | None = None,
     ) -> torch.Tensor:
-        """Returns ``tensor[index]`` without reading the rest of the tensor.
+        """Returns ``tensor[index]``.
 
-        With ``verify``, the blocks (1 MiB each) at the edges of the slice are read whole.
+        Reads of the tensor only the blocks (1 MiB each) that have bytes of the slice. For some columns, these may be
+        all blocks. With ``verify=False``, reads the bytes of the slice, and what lies between two of its rows if that
+        is at most 64 KiB.
 
         Args:
             key: the key of the tensor.

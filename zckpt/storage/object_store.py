@@ -17,7 +17,7 @@ from zckpt.errors import MissingFileError, StorageError, UnsupportedError
 from zckpt.format import names
 from zckpt.format.rules import broken
 from zckpt.progress import logger
-from zckpt.ranks.heartbeat import bounded_wait
+from zckpt.system.waits import bounded_wait
 from zckpt.storage.buffers import scatter
 from zckpt.storage.contract import ANYTHING, Entry, IOCount, Store, Upload
 from zckpt.storage.object_client import (
