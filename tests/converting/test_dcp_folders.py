@@ -1,4 +1,5 @@
-"""zckpt.convert turns distributed checkpoints of PyTorch (DCP) and files of torch.save into checkpoints."""
+"""zckpt.convert turns distributed checkpoints of PyTorch (DCP) and files of torch.save into checkpoints, and
+checkpoints into DCP folders."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
     get_state_dict,
+    set_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -25,8 +27,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 import zckpt
 from tests.support.coded import Coded
 from tests.support.deepspeed_folders import Runs, refused
-from tests.support.state_dicts import WEIGHT, nested
+from tests.support.models import make_engine
+from tests.support.models import train as train_engine
+from tests.support.state_dicts import WEIGHT, blank, gathered, nested
 from tests.support.torch_models import held, make_state, train
+from zckpt.converting import to_dcp
 from zckpt.testing.engine_definition import frozen
 
 if TYPE_CHECKING:
@@ -48,10 +53,10 @@ def state_dict_of(state: zckpt.TrainState, **options: Any) -> dict[str, Any]:
     return made if state.scheduler is None else {**made, "scheduler": state.scheduler.state_dict()}
 
 
-def converted_and_written(folder: str, layout: str, options: dict[str, Any]) -> tuple[zckpt.Converted, Any, Any]:
-    """Saves the same state by DCP and by zckpt.write, and converts what DCP has saved. Returns what happens to a run
-    that resumes from the conversion, and to one that resumes from the other checkpoint. All ranks have the same
-    buffers, as DCP keeps those of one."""
+def converted_and_written(folder: str, layout: str, options: dict[str, Any]) -> tuple[zckpt.Converted, list[Any]]:
+    """Saves the same state by DCP and by zckpt.write, and converts what DCP has saved. Returns what happens to runs
+    that resume from the one, the other, and what the other is converted to. All ranks have the same buffers, as DCP
+    keeps those of one."""
     state = make_state(layout, scheduler=True, **options)
     train(state, 3)
     for buffer in state.model.buffers():
@@ -59,7 +64,24 @@ def converted_and_written(folder: str, layout: str, options: dict[str, Any]) -> 
     zckpt.write(state, f"{folder}/written")
     save(state_dict_of(state), f"{folder}/dcp")
     converted = zckpt.convert(f"{folder}/dcp", f"{folder}/converted")
-    return converted, resume(converted.path, layout, options), resume(f"{folder}/written", layout, options)
+    resumed = [resume(path, layout, options) for path in (converted.path, f"{folder}/written")]
+    return converted, [*resumed, back(folder, layout, options)]
+
+
+def back(folder: str, layout: str, options: dict[str, Any]) -> Any:
+    """Lets PyTorch load what a conversion to DCP has made of the checkpoint that zckpt.write has written."""
+    state = make_state(layout, seed=1, scheduler=True, **options)
+    converted = zckpt.convert(f"{folder}/written", f"{folder}/back", to="dcp", world_size=3)
+    saved = state_dict_of(state)
+    del saved["epoch"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(saved, checkpoint_id=converted.path)
+    set_state_dict(state.model, state.optimizers, model_state_dict=saved["model"], optim_state_dict=saved["optim"])
+    assert state.scheduler is not None
+    state.scheduler.load_state_dict(saved["scheduler"])
+    state.restored(3)
+    return frozen([held(state), train(state, 2), held(state)])
 
 
 def resume(path: str, layout: str, options: dict[str, Any]) -> Any:
@@ -111,7 +133,9 @@ def test_a_training_state_is_resumed(
     cluster: Cluster, tmp_path: Path, layout: str, options: dict[str, Any], ranks: int
 ) -> None:
     results = cluster.run(converted_and_written, ranks, str(tmp_path), layout, options)
-    assert all(actual == expected for _, actual, expected in results)
+    for _, (from_dcp, expected, from_back) in results:
+        assert from_dcp == expected
+        assert from_back == expected
     converted = results[0][0]
     assert converted.found_format == "DCP folder, a training state"
     if options.get("optimizer") != "momentum":
@@ -136,6 +160,61 @@ def test_other_contents_become_a_state_dict(tmp_path: Path) -> None:
         assert repr(ck.state["client_state"]) == repr(expected.state["client_state"])
         assert ck.state["engine"]["state_dict"]["paths"] == expected.state["engine"]["state_dict"]["paths"]
     assert ck.aliases == {"model.tied": "model.a.weight"}  # a file of torch.save tells this
+
+
+def test_a_state_dict_becomes_a_dcp_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(to_dcp, "CHUNK_BYTES_MIN", 16)
+    state = {**nested(), "bool": torch.tensor([True, False, True]), "large": torch.randn(7, 50)}
+    zckpt.write_state_dict(state, tmp_path / "written")
+    converted = zckpt.convert(tmp_path / "written", tmp_path / "dcp", to="dcp", world_size=3)
+    assert converted.missing == ()
+    metadata = FileSystemReader(tmp_path / "dcp").read_metadata()
+    assert len(metadata.state_dict_metadata["large"].chunks) == 3
+    loaded = blank(state)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(loaded, checkpoint_id=tmp_path / "dcp")
+    assert frozen(gathered(loaded)) == frozen(gathered(state))
+    again = zckpt.convert(tmp_path / "dcp", tmp_path / "again")
+    for name, value in zckpt.open(tmp_path / "written").state_dict().items():
+        assert torch.equal(zckpt.open(again.path).state_dict()[name], value)
+    with pytest.raises(zckpt.CheckpointExistsError):
+        zckpt.convert(tmp_path / "written", tmp_path / "dcp", to="dcp")
+    zckpt.convert(tmp_path / "written", tmp_path / "dcp", to="dcp", overwrite=True)
+    with pytest.raises(ValueError, match="not for to='dcp'"):
+        zckpt.convert(tmp_path / "written", tmp_path / "other", to="dcp", stage=1)
+
+
+def from_deepspeed(path: str, stage: int) -> Any:
+    """Returns the weights, moments and steps of an engine, and those that PyTorch loads from the DCP folder which is
+    made of its checkpoint."""
+    engine = make_engine(stage, frozen=True, optimizer="FusedAdam")
+    train_engine(engine, 3)
+    zckpt.convert(zckpt.write(engine, f"{path}/written"), f"{path}/dcp", to="dcp")
+    ck = zckpt.open(f"{path}/written")
+    saved = {
+        "model": {name: torch.zeros(info.shape, dtype=info.dtype) for name, info in ck.weights().items()},
+        "optim": {"state": {
+            info.name: {part: torch.zeros(info.shape) for part in ("exp_avg", "exp_avg_sq")} | {"step": torch.zeros(())}
+            for info in ck.values() if info.part == "exp_avg"
+        }},
+    }  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(saved, checkpoint_id=f"{path}/dcp")
+    expected = ck.load("*")
+    for name, weight in saved["model"].items():
+        assert torch.equal(weight, ck.state_dict()[name]), name
+    for name, state in saved["optim"]["state"].items():
+        assert all(torch.equal(state[part], expected[f"{part}/{name}"]) for part in ("exp_avg", "exp_avg_sq")), name
+    return [state["step"].item() for state in saved["optim"]["state"].values()]
+
+
+@pytest.mark.matrix
+def test_an_engine_becomes_a_dcp_folder(cluster: Cluster, tmp_path: Path) -> None:
+    for steps in cluster.run(from_deepspeed, 2, str(tmp_path), 2):
+        assert steps
+        assert set(steps) == {3.0}
 
 
 @pytest.mark.parametrize("flat", [False, True])
