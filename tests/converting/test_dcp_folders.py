@@ -49,7 +49,7 @@ def save(state_dict: dict[str, Any], path: object, **options: Any) -> None:
 
 def state_dict_of(state: zckpt.TrainState, **options: Any) -> dict[str, Any]:
     model, optimizer = get_state_dict(state.model, state.optimizers, options=StateDictOptions(**options))
-    made = {"model": model, "optim": optimizer, "epoch": 3}
+    made = {"model": model, "optim": optimizer, "epoch": 3, "step": state.step}
     return made if state.scheduler is None else {**made, "scheduler": state.scheduler.state_dict()}
 
 
@@ -73,7 +73,7 @@ def back(folder: str, layout: str, options: dict[str, Any]) -> Any:
     state = make_state(layout, seed=1, scheduler=True, **options)
     converted = zckpt.convert(f"{folder}/written", f"{folder}/back", to="dcp", world_size=3)
     saved = state_dict_of(state)
-    del saved["epoch"]
+    del saved["epoch"], saved["step"]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.load(saved, checkpoint_id=converted.path)
@@ -101,12 +101,11 @@ def check_same(converted: str, written: str) -> None:
     for key, original in keys.items():
         assert actual[key].dtype == expected[original].dtype, key
         assert torch.equal(actual[key], expected[original]), key
-        assert len(ck[key].pieces) == len(other[original].pieces) or key.startswith("param/"), key
     assert ck.aliases == other.aliases
     assert (ck.step, ck.world_size) == (other.step, other.world_size)
     trees = [dict(each.state["engine"]) for each in (ck, other)]
     assert trees[0]["scheduler"]["state"] == trees[1]["scheduler"]["state"]
-    assert repr(trees[0]["optimizer"]) == repr(trees[1]["optimizer"])
+    assert frozen(trees[0]["optimizer"]) == frozen(trees[1]["optimizer"])
     assert trees[0]["counters"] == trees[1]["counters"]
 
 
@@ -138,9 +137,9 @@ def test_a_training_state_is_resumed(
         assert from_back == expected
     converted = results[0][0]
     assert converted.found_format == "DCP folder, a training state"
-    if options.get("optimizer") != "momentum":
+    if options.get("optimizer") != "momentum":  # of which DCP does not tell the class
         check_same(converted.path, str(tmp_path / "written"))
-    assert zckpt.open(converted.path).state["client_state"] == {"epoch": 3}
+    assert zckpt.open(converted.path).state["client_state"] == {"epoch": 3, "step": 3}
 
 
 def test_other_contents_become_a_state_dict(tmp_path: Path) -> None:
@@ -185,14 +184,14 @@ def test_a_state_dict_becomes_a_dcp_folder(tmp_path: Path, monkeypatch: pytest.M
         zckpt.convert(tmp_path / "written", tmp_path / "other", to="dcp", stage=1)
 
 
-def from_deepspeed(path: str, stage: int) -> Any:
+def from_deepspeed(path: str, stage: int) -> list[float]:
     """Returns the weights, moments and steps of an engine, and those that PyTorch loads from the DCP folder which is
     made of its checkpoint."""
     engine = make_engine(stage, frozen=True)
     train_engine(engine, 3)
     zckpt.convert(zckpt.write(engine, f"{path}/written"), f"{path}/dcp", to="dcp")
     ck = zckpt.open(f"{path}/written")
-    saved = {
+    saved: dict[str, Any] = {
         "model": {name: torch.zeros(info.shape, dtype=info.dtype) for name, info in ck.weights().items()},
         "optim": {"state": {
             info.name: {part: torch.zeros(info.shape) for part in ("exp_avg", "exp_avg_sq")} | {"step": torch.zeros(())}

@@ -5,14 +5,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from zckpt.api.open import open as open_path
 from zckpt.converting import formats
 from zckpt.converting.dcp_folder import read_accelerate, read_dcp, read_torch_file
 from zckpt.converting.deepspeed import read_deepspeed
 from zckpt.converting.hugging_face import read_hugging_face
-from zckpt.converting.to_dcp import to_dcp
 from zckpt.converting.to_deepspeed import to_deepspeed
 from zckpt.converting.write import write_source
 from zckpt.errors import UnsupportedError, printable
@@ -143,7 +142,10 @@ def convert(
         source_format, path = ranks.first(look, "look at the source")
         if to != "zckpt":
             checkpoint = ranks.together(lambda: open_path(path, budget=budget), "open the checkpoint")
-            write = to_dcp if to == "dcp" else partial(to_deepspeed, tag=tag, stage=stage)
+            write: Any = partial(to_deepspeed, tag=tag, stage=stage)
+            if to == "dcp":
+                # It imports torch.distributed.checkpoint, which takes a second.
+                from zckpt.converting.to_dcp import to_dcp as write
             new_path, missing = write(
                 checkpoint,
                 str(store.location),
