@@ -167,7 +167,7 @@ def test_a_state_dict_becomes_a_dcp_folder(tmp_path: Path, monkeypatch: pytest.M
     zckpt.write_state_dict(state, tmp_path / "written")
     converted = zckpt.convert(tmp_path / "written", tmp_path / "dcp", to="dcp", world_size=3)
     assert converted.missing == ()
-    metadata = FileSystemReader(tmp_path / "dcp").read_metadata()
+    metadata: Any = FileSystemReader(tmp_path / "dcp").read_metadata()
     assert len(metadata.state_dict_metadata["large"].chunks) == 3
     loaded = blank(state)
     with warnings.catch_warnings():
