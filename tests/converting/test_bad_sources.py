@@ -185,7 +185,7 @@ def test_wrong_arguments(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="to='deepspeed'"):
         zckpt.convert(tmp_path, tmp_path / "new", stage=2)
     with pytest.raises(ValueError, match="to must be"):
-        zckpt.convert(tmp_path, tmp_path / "new", to="dcp")  # type: ignore[arg-type]
+        zckpt.convert(tmp_path, tmp_path / "new", to="orbax")  # type: ignore[arg-type]
 
 
 def test_a_destination_without_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,12 +1,15 @@
-"""Converts the checkpoint of another program to one of zckpt, and a checkpoint of zckpt to one of DeepSpeed."""
+"""Converts the checkpoint of another program to one of zckpt, and a checkpoint of zckpt to one of DeepSpeed or of
+PyTorch's DCP."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
 
 from zckpt.api.open import open as open_path
 from zckpt.converting import formats
+from zckpt.converting.dcp_folder import read_accelerate, read_dcp, read_torch_file
 from zckpt.converting.deepspeed import read_deepspeed
 from zckpt.converting.hugging_face import read_hugging_face
 from zckpt.converting.to_deepspeed import to_deepspeed
@@ -26,7 +29,12 @@ if TYPE_CHECKING:
 
 _DESCRIPTIONS = {
     formats.ZCKPT: "a checkpoint of zckpt", formats.DEEPSPEED: "a checkpoint of DeepSpeed",
-    formats.HUGGINGFACE: "a Hugging Face model",
+    formats.HUGGINGFACE: "a Hugging Face model", formats.DCP: "a DCP folder",
+    formats.ACCELERATE_FSDP: "an FSDP checkpoint of Accelerate", formats.TORCH_FILE: "a file",
+}  # fmt: skip
+_READERS = {
+    formats.DEEPSPEED: read_deepspeed, formats.HUGGINGFACE: read_hugging_face, formats.DCP: read_dcp,
+    formats.ACCELERATE_FSDP: read_accelerate, formats.TORCH_FILE: read_torch_file,
 }  # fmt: skip
 
 
@@ -51,7 +59,7 @@ def convert(
     source: StrPath,
     destination: StrPath,
     *,
-    to: Literal["zckpt", "deepspeed"] = "zckpt",
+    to: Literal["zckpt", "deepspeed", "dcp"] = "zckpt",
     tag: str | None = None,
     stage: int | None = None,
     world_size: int | None = None,
@@ -59,7 +67,7 @@ def convert(
     budget: Budget | None = None,
     progress: Progress | None = None,
 ) -> Converted:
-    """Converts a checkpoint from another format, or to DeepSpeed's.
+    """Converts a checkpoint from another format, or to DeepSpeed's or DCP's.
 
     DeepSpeed does not have to be installed, and a single process is enough. If torch.distributed is initialised, every
     rank has to call this with the same arguments, and the ranks share the files. If one rank fails or is lost, all of
@@ -70,20 +78,21 @@ def convert(
     ``budget``. The new checkpoint is at ``destination`` only once all of it is durable.
 
     Args:
-        source: with ``to="zckpt"`` a folder in DeepSpeed's own format (stage 0 to 3), a Universal Checkpoint, a Hugging
-            Face model, or the directory of a run. With ``to="deepspeed"`` a checkpoint of zckpt, or the directory of a
-            run of zckpt.
+        source: with ``to="zckpt"`` a folder in DeepSpeed's own format (stage 0 to 3), a Universal Checkpoint, a folder
+            of PyTorch's DCP, a file of ``torch.save``, a Hugging Face model, or the directory of a run. Otherwise a
+            checkpoint of zckpt, or the directory of a run of zckpt.
         destination: with ``to="zckpt"`` the directory of the new checkpoint, from which ``zckpt.restore`` resumes. No
             file ``latest`` is written. With ``to="deepspeed"`` the directory of a run in DeepSpeed's format. The new
             checkpoint is the folder ``tag`` in it, from which DeepSpeed's own ``engine.load_checkpoint`` resumes, and
-            the file ``latest`` names it.
-        to: the format of the result, "zckpt" or "deepspeed".
+            the file ``latest`` names it. With ``to="dcp"`` the new folder, which ``torch.distributed.checkpoint.load``
+            reads.
+        to: the format of the result, "zckpt", "deepspeed" or "dcp".
         tag: with ``to="zckpt"`` the checkpoint of the run ``source`` that is converted. None means the one that
             ``latest`` names. With ``to="deepspeed"`` the name of the new folder. None means ``global_step<N>``.
         stage: with ``to="deepspeed"`` the ZeRO stage of the engine that will resume. None means the stage of the engine
             that wrote the checkpoint.
-        world_size: with ``to="deepspeed"`` the number of ranks of the engine that will resume. None means the number of
-            ranks that wrote the checkpoint.
+        world_size: with ``to="deepspeed"`` the number of ranks of the engine that will resume, and with ``to="dcp"``
+            the number of data files. None means the number of ranks that wrote the checkpoint.
         overwrite: whether a checkpoint at ``destination`` is replaced.
         budget: the memory, the threads and the kind of I/O. None means ``Budget.from_environment()``.
         progress: an object that is told how many bytes are done, such as ``zckpt.ProgressBar()``.
@@ -105,22 +114,24 @@ def convert(
     ranks = Ranks(call="zckpt.convert")
 
     def check() -> tuple[str, Store]:
-        if to not in ("zckpt", "deepspeed"):
-            raise ValueError(f"to must be 'zckpt' or 'deepspeed', got {to!r}")
+        if to not in ("zckpt", "deepspeed", "dcp"):
+            raise ValueError(f"to must be 'zckpt', 'deepspeed' or 'dcp', got {to!r}")
         if to == "zckpt" and (stage, world_size) != (None, None):
             raise ValueError(
-                "stage and world_size may be given only with to='deepspeed' (--to deepspeed): a checkpoint of zckpt "
-                "fits any of them"
+                "stage and world_size may be given only with to='deepspeed' (--to deepspeed), and world_size with "
+                "to='dcp': a checkpoint of zckpt fits any of them"
             )
+        if to == "dcp" and (stage, tag) != (None, None):
+            raise ValueError("stage and tag are not for to='dcp' (--to dcp)")
         return str(Location.of(source).absolute()), open_store(Location.of(destination).absolute())
 
     def look() -> tuple[str, str]:
-        if Location.of(origin).scheme and to == "deepspeed":
+        if Location.of(origin).scheme and to != "zckpt":
             return formats.ZCKPT, str(find(origin).location)
         folder = formats.find_format(origin, tag if to == "zckpt" else None)
-        if (folder.format == formats.ZCKPT) != (to == "deepspeed"):
-            hint = "copy it with zckpt.cp (zckpt cp), or convert it with to='deepspeed' (--to deepspeed)"
-            if to == "deepspeed":
+        if (folder.format == formats.ZCKPT) != (to != "zckpt"):
+            hint = "copy it with zckpt.cp (zckpt cp), or convert it with to='deepspeed' or 'dcp' (--to)"
+            if to != "zckpt":
                 hint = "convert it to a checkpoint of zckpt first: to='zckpt' (without --to)"
             raise UnsupportedError(f"{printable(folder.path)} is {_DESCRIPTIONS[folder.format]}", hint=hint)
         return folder
@@ -129,14 +140,22 @@ def convert(
         origin, store = ranks.together(check, "check the arguments")
         ranks.agree([origin, str(store.location), to, tag, stage, world_size, overwrite], "arguments")
         source_format, path = ranks.first(look, "look at the source")
-        if to == "deepspeed":
+        if to != "zckpt":
             checkpoint = ranks.together(lambda: open_path(path, budget=budget), "open the checkpoint")
-            new_path, missing = to_deepspeed(
-                checkpoint, str(store.location), ranks, tag=tag, stage=stage, world_size=world_size,
-                overwrite=overwrite, budget=budget, progress=progress,
-            )  # fmt: skip
+            write: Any = partial(to_deepspeed, tag=tag, stage=stage)
+            if to == "dcp":
+                # It imports torch.distributed.checkpoint, which takes a second.
+                from zckpt.converting.to_dcp import to_dcp as write
+            new_path, missing = write(
+                checkpoint,
+                str(store.location),
+                ranks,
+                world_size=world_size,
+                overwrite=overwrite,
+                budget=budget,
+                progress=progress,
+            )
             return Converted(new_path, _DESCRIPTIONS[formats.ZCKPT], missing)
-        read = {formats.DEEPSPEED: read_deepspeed, formats.HUGGINGFACE: read_hugging_face}[source_format]
-        content = ranks.together(lambda: read(path), "read the source")
+        content = ranks.together(lambda: _READERS[source_format](path), "read the source")
         write_source(content, store, ranks, overwrite=overwrite, budget=budget, progress=progress)
     return Converted(str(store.location), content.found_format, content.missing)

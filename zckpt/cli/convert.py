@@ -1,10 +1,11 @@
-"""Convert a checkpoint of DeepSpeed to one of zckpt, or the other way.
+"""Convert a checkpoint of DeepSpeed or PyTorch to one of zckpt, or the other way.
 
-SOURCE is a folder in DeepSpeed's own format of any ZeRO stage, a Universal Checkpoint, or a Hugging Face model. With
---to deepspeed it is a checkpoint of zckpt. If SOURCE is the directory of a run, the checkpoint that `latest` names is
-converted. Code in the pickles of old checkpoints is never executed. The command prints what the new checkpoint lacks
-because the source does not have it, such as the states of random number generators. Under a launcher such as torchrun,
-the ranks share the work, and rank 0 prints the result.
+SOURCE is a folder in DeepSpeed's own format of any ZeRO stage, a Universal Checkpoint, a folder of PyTorch's
+distributed checkpoints (DCP), a file of torch.save, or a Hugging Face model. With --to it is a checkpoint of zckpt. If
+SOURCE is the directory of a run, the checkpoint that `latest` names is converted. Code in the pickles of old
+checkpoints is never executed. The command prints what the new checkpoint lacks because the source does not have it,
+such as the states of random number generators. Under a launcher such as torchrun, the ranks share the work, and rank 0
+prints the result.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ EXAMPLES = """
   zckpt convert old/global_step1000 checkpoints/global_step1000
   zckpt convert old checkpoints/global_step900 --tag global_step900 --json
   zckpt convert checkpoints/global_step2000 back --to deepspeed --world-size 16
+  zckpt convert checkpoints/global_step2000 dcp --to dcp
   torchrun --nproc-per-node 8 -m zckpt convert old/global_step1000 checkpoints/global_step1000
 """
 
@@ -32,7 +34,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", help="the checkpoint, or the directory of a run")
     parser.add_argument("destination", help="the directory of the new checkpoint; with --to deepspeed, that of its run")
     parser.add_argument(
-        "--to", choices=["zckpt", "deepspeed"], default="zckpt", help="the format to write; default: zckpt"
+        "--to", choices=["zckpt", "deepspeed", "dcp"], default="zckpt", help="the format to write; default: zckpt"
     )
     parser.add_argument(
         "--tag", help="the checkpoint to convert in the run SOURCE; with --to deepspeed, the tag of the new checkpoint"
@@ -44,7 +46,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--world-size",
         type=int,
         metavar="N",
-        help="with --to deepspeed: the number of ranks; default: that of the source",
+        help="with --to: the number of ranks, or of the data files of DCP; default: that of the source",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace a checkpoint at DESTINATION")
     parser.add_argument("--json", action="store_true", help="print one line of JSON")

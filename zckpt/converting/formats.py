@@ -12,15 +12,22 @@ from zckpt.listing.runs import read_latest
 from zckpt.storage.schemes import open_store
 
 DEEPSPEED, HUGGINGFACE, ZCKPT = "deepspeed", "huggingface", "zckpt"
-_READ = {other_formats.DEEPSPEED: DEEPSPEED, other_formats.HUGGING_FACE: HUGGINGFACE}
-_GIVE = "give the folder of a checkpoint of DeepSpeed, of a Universal Checkpoint, or of a Hugging Face model"
+DCP, ACCELERATE_FSDP, TORCH_FILE = "dcp", "accelerate_fsdp", "torch_file"
+_READ = {
+    other_formats.DEEPSPEED: DEEPSPEED, other_formats.HUGGING_FACE: HUGGINGFACE, other_formats.DCP: DCP,
+    other_formats.ACCELERATE_FSDP: ACCELERATE_FSDP,
+}  # fmt: skip
+_GIVE = (
+    "give the folder of a checkpoint of DeepSpeed, of a Universal Checkpoint, of DCP or of a Hugging Face model, or a "
+    "file of torch.save"
+)
 
 
 class Found(NamedTuple):
     """A checkpoint that was found, and its format."""
 
     format: str
-    """The format: ``DEEPSPEED``, ``HUGGINGFACE`` or ``ZCKPT``."""
+    """The format: one of the names above."""
     path: str
     """The directory of the checkpoint itself, even if the caller named the directory of a run."""
 
@@ -33,9 +40,11 @@ def find_format(path: str, tag: str | None) -> Found:
     run = os.path.dirname(path) if tag is None else path
     if tag is not None:
         path = os.path.join(path, tag)
+    if os.path.isfile(path):
+        return Found(TORCH_FILE, path)
     entries = _entries(path, run)
     latest = next((name for name in (names.LATEST, "latest_universal") if name in entries), None)
-    if tag is None and latest is not None and _format(entries) not in (DEEPSPEED, ZCKPT):
+    if tag is None and latest is not None and _format(entries) not in (DEEPSPEED, DCP, ZCKPT):
         run, path = path, os.path.join(path, _named(path, latest))
         entries = _entries(path, run)
     format_name = _format(entries)

@@ -2,8 +2,9 @@
 
 Such a file is a zip archive without compression. It has a pickle of all objects, and one record with the bytes of each
 storage. A pickle is a program. Here it may make only plain values and containers, tensors, NumPy's numbers and arrays,
-and objects of a few classes of DeepSpeed. Instead of the last of these it gets inert objects, which have the same class
-name, but only attributes and no code. If the pickle asks for anything else, a FormatError is raised that names it.
+and objects of a few classes of DeepSpeed and of torch's distributed checkpoints. Instead of the last of these it gets
+inert objects, which have the same class name, but only attributes and no code. If the pickle asks for anything else, a
+FormatError is raised that names it.
 
 A file from a stranger can be written so that a few bytes of its pickle describe very much: objects that take far more
 memory than bytes in the file, or numbers that all have the same hash, so that a dict of them takes endless time. So
@@ -16,6 +17,7 @@ has cut the file off meanwhile. Tensors with many elements are not read at all: 
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import pickle
@@ -23,6 +25,7 @@ import re
 import struct
 import zipfile
 from collections import Counter, OrderedDict, defaultdict
+from contextlib import contextmanager
 from datetime import date, datetime, time
 from pathlib import PurePath, PurePosixPath, PureWindowsPath
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -40,7 +43,7 @@ from zckpt.storage.files import read_at
 from zckpt.transfer.stored import GAP_BYTES, read_strided, stored_storage, with_values
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
 PICKLE_BYTES_MAX = 256 << 20
 """The largest pickle that is read, in bytes. A pickle contains no values of tensors: that of a model with 100,000
@@ -78,6 +81,14 @@ _INERT = frozenset({
     "deepspeed.runtime.zero.config.ZeroStageEnum",
     "deepspeed.utils.tensor_fragment.fragment_address",
     "deepspeed.checkpoint.universal_checkpoint.SubparamShape",
+    *(
+        f"torch.distributed.checkpoint.metadata.{name}"
+        for name in (
+            "Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata",
+            "TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING",
+        )
+    ),
+    "torch.distributed.checkpoint.filesystem._StorageInfo",
 })  # fmt: skip
 """The classes in whose place a pickle gets inert objects."""
 _PLAIN: dict[str, type] = {
@@ -158,7 +169,7 @@ class Inert:
     """Stands for an object of a class of which only the name is used."""
 
     args: tuple[Any, ...] = ()
-    """The arguments with which the pickle has made the object."""
+    """The arguments with which the pickle has made the object, or its state, if that is a tuple."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Inert:
         made = super().__new__(cls)
@@ -169,25 +180,41 @@ class Inert:
         pass
 
 
-def load(path: str) -> Any:
-    """Returns what was saved in a file. Its tensors of more than one element have no memory, except for those whose
-    values torch changes when it reads them. See transfer/stored.py for how to get their values. Raises
-    MissingFileError, FormatError, UnsupportedError and StorageError."""
+def load(path: str, place: FileRange | None = None) -> Any:
+    """Returns what was saved in a file, or in the range ``place`` of the file. Its tensors of more than one element
+    have no memory, except for those whose values torch changes when it reads them. See transfer/stored.py for how to
+    get their values. Raises MissingFileError, FormatError, UnsupportedError and StorageError."""
+    with _reading(path), _File(path, place) as file, _opened(file, path) as archive:
+        names = {info.filename.partition("/")[2]: info for info in archive.infolist()}
+        raw = _small(archive, names.get("data.pkl"), PICKLE_BYTES_MAX)
+        if raw is None:
+            raise FormatError(
+                "this is not a file of torch.save: it has no pickle that could be read", file=path, hint=AS_WRITTEN
+            )
+        order = _small(archive, names["byteorder"], len(b"little")) if "byteorder" in names else b"little"
+        if order == b"big":
+            raise UnsupportedError(f"{path} was written on a machine with another byte order")
+        if order != b"little":
+            raise FormatError("its record of the byte order cannot be read", file=path, hint=COPY_AGAIN)
+        return _Unpickler(raw, file, names, path).load()
+
+
+def load_pickle(path: str) -> Any:
+    """Returns the value of a file that has nothing but a pickle without tensors. Raises the errors of ``load``."""
+    with _reading(path), _File(path) as file:
+        nbytes = file.seek(0, io.SEEK_END)
+        if nbytes > PICKLE_BYTES_MAX:
+            raise FormatError(f"its pickle has more than {PICKLE_BYTES_MAX} bytes", file=path)
+        file.seek(0)
+        return _Unpickler(file.read(nbytes), file, {}, path).load()
+
+
+@contextmanager
+def _reading(path: str) -> Iterator[None]:
+    """A context in which a file is read. It raises the errors of ``load`` in the place of others."""
     try:
         check_regular(path)
-        with _File(path) as file, _opened(file, path) as archive:
-            names = {info.filename.partition("/")[2]: info for info in archive.infolist()}
-            raw = _small(archive, names.get("data.pkl"), PICKLE_BYTES_MAX)
-            if raw is None:
-                raise FormatError(
-                    "this is not a file of torch.save: it has no pickle that could be read", file=path, hint=AS_WRITTEN
-                )
-            order = _small(archive, names["byteorder"], len(b"little")) if "byteorder" in names else b"little"
-            if order == b"big":
-                raise UnsupportedError(f"{path} was written on a machine with another byte order")
-            if order != b"little":
-                raise FormatError("its record of the byte order cannot be read", file=path, hint=COPY_AGAIN)
-            return _Unpickler(raw, file, names, path).load()
+        yield
     except ZckptError:
         raise
     except FileNotFoundError as error:
@@ -208,10 +235,36 @@ def loads(raw: bytes | memoryview) -> Any:
 
 
 class _File(io.FileIO):
-    """A file that is open for reading, of which no more than ``DIRECTORY_BYTES_MAX`` bytes are read at once."""
+    """A file that is open for reading, or a range of it, in which positions are counted from its beginning. No more
+    than ``DIRECTORY_BYTES_MAX`` bytes are read at once."""
+
+    def __init__(self, path: str, place: FileRange | None = None) -> None:
+        super().__init__(path)
+        self.start, size = 0, super().seek(0, io.SEEK_END)
+        self.nbytes = size
+        """The number of bytes of the file or the range."""
+        if place is not None:
+            self.start, self.nbytes = place.offset, place.nbytes
+            if not 0 <= self.start <= self.start + self.nbytes <= size:
+                self.close()
+                raise FormatError(
+                    "the file was cut off", file=path, start=self.start, stop=self.start + self.nbytes, hint=COPY_AGAIN
+                )
+        self.seek(0)
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self.tell(), io.SEEK_END: self.nbytes}[whence]
+        if position < 0:
+            raise OSError(errno.EINVAL, "a position before the beginning")  # As for a whole file.
+        return super().seek(self.start + position) - self.start
+
+    def tell(self) -> int:
+        return super().tell() - self.start
 
     def read(self, size: int | None = -1) -> bytes:
-        if size is not None and size > DIRECTORY_BYTES_MAX:
+        left = max(self.nbytes - self.tell(), 0)
+        size = left if size is None or size < 0 else min(size, left)
+        if size > DIRECTORY_BYTES_MAX:
             raise ValueError(f"its directory has {size} bytes")
         return super().read(size)
 
@@ -277,7 +330,7 @@ class _Unpickler(pickle._Unpickler):
     def __init__(self, raw: bytes, file: _File, names: Mapping[str, zipfile.ZipInfo], path: str) -> None:
         super().__init__(io.BytesIO(raw), encoding="utf-8")
         self._raw, self._file, self._names, self._path = raw, file, names, path
-        self._file_bytes = file.seek(0, io.SEEK_END)
+        self._file_bytes = file.nbytes
         self._memory_max = MEMORY_BYTES_MIN + MEMORY_GROWTH_MAX * (len(raw) + ENTRY_BYTES * len(names))
         """How many bytes of memory the pickle may take."""
         self._room_bytes = self._memory_max
@@ -358,6 +411,7 @@ class _Unpickler(pickle._Unpickler):
             "torch._utils._rebuild_parameter": _data, "torch._utils._rebuild_parameter_with_state": _data,
             "torch._utils._rebuild_device_tensor_from_cpu_tensor": _data,
             "torch._tensor._rebuild_from_type_v2": self._with_name, "_codecs.encode": _encoded, "numpy.dtype": _Dtype,
+            "torch.serialization._get_layout": _data,
             "builtins.bytes": _no_bytes, "__builtin__.bytes": _no_bytes,
             # Its first argument is a class that is not known here, so the error names that class.
             "torch._utils._rebuild_wrapper_subclass": lambda *_: None,
@@ -379,8 +433,8 @@ class _Unpickler(pickle._Unpickler):
             )
         raise FormatError(
             f"its pickle asks for {path}, which zckpt does not know and which could run any code, so it was not read",
-            hint="if it is an object of your own in a client_state that you trust, load the checkpoint into an engine "
-            "after zckpt.attach(engine), which reads DeepSpeed's checkpoints too, and write it with zckpt.write",
+            hint="if it is an object of your own that you trust, load the checkpoint as before into your training "
+            "(zckpt.attach(engine) reads DeepSpeed's checkpoints, too), and write that with zckpt.write",
         )
 
     # Tensors
@@ -403,12 +457,13 @@ class _Unpickler(pickle._Unpickler):
         if info is None:
             raise FormatError(f"its record {name} is missing", hint=COPY_AGAIN)
         raw = bytearray(_LOCAL_HEADER.size)
-        found = read_at(self._file.fileno(), [memoryview(raw)], max(info.header_offset, 0))
+        file = self._file
+        found = read_at(file.fileno(), [memoryview(raw)], file.start + max(info.header_offset, 0))
         header = _LOCAL_HEADER.unpack(raw)
-        start = info.header_offset + len(raw) + header[-2] + header[-1]
+        start = file.start + info.header_offset + len(raw) + header[-2] + header[-1]
         nbytes = numel * dtype.itemsize
         whole = found == len(raw) and _is_plain(info) and 0 <= nbytes <= info.file_size
-        if header[0] != _ZIP or not whole or start + nbytes > self._file_bytes:
+        if header[0] != _ZIP or not whole or start + nbytes > file.start + self._file_bytes:
             raise FormatError(
                 f"its record {name} is damaged or cut off", start=start, stop=start + nbytes, hint=COPY_AGAIN
             )
@@ -518,6 +573,8 @@ class _Unpickler(pickle._Unpickler):
             if not all(type(key) is str for key in state):
                 raise TypeError("an attribute without a name")
             vars(made).update(state)
+        elif isinstance(made, Inert) and isinstance(state, tuple):
+            made.args = state
         elif not (isinstance(made, OrderedDict) and isinstance(state, dict)):
             raise FormatError(f"its pickle sets the state of a {type(made).__name__}, which is not allowed")
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 COPY_AGAIN = "copy the checkpoint to this folder again, or take another one"
-_SUFFIXES = (".pt", ".bin", ".safetensors", ".swp", ".json")
+_SUFFIXES = (".pt", ".bin", ".safetensors", ".swp", ".json", ".distcp", ".metadata")
 AS_WRITTEN = "give the checkpoint as the training run has written it, with all its files and no others"
 
 
@@ -32,8 +32,10 @@ class FileState(NamedTuple):
 
 
 def file_states(path: str) -> dict[str, FileState]:
-    """Returns the state of each file in a folder that may have a part of a checkpoint, by its path. Raises
-    StorageError."""
+    """Returns the state of each file in a folder that may have a part of a checkpoint, by its path. ``path`` may be a
+    file itself. Raises StorageError."""
+    if not os.path.isdir(path):
+        return {path: _file_state(path)}
     files = (os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names)
     return {file: _file_state(file) for file in files if file.endswith(_SUFFIXES) and os.path.exists(file)}
 

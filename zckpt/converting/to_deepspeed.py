@@ -19,19 +19,14 @@ from contextlib import closing, suppress
 from typing import TYPE_CHECKING
 
 from zckpt.converting.deepspeed_plan import FolderPlan
-from zckpt.converting.source import values_of
+from zckpt.converting.write_folder import write_folder
 from zckpt.errors import CheckpointExistsError, FormatError, StorageError
-from zckpt.exporting.checkpoint_source import CheckpointFiller
 from zckpt.exporting.place import Place
-from zckpt.exporting.write import write_files
 from zckpt.format import names
 from zckpt.format.limits import LATEST_BYTES_MAX
 from zckpt.listing.other_formats import DEEPSPEED_FILES
-from zckpt.plan.share import shared_out
-from zckpt.progress import reported
 from zckpt.storage.location import Location
 from zckpt.storage.schemes import open_store
-from zckpt.storage.space import Space
 
 if TYPE_CHECKING:
     from zckpt.progress import Progress
@@ -69,34 +64,10 @@ def to_deepspeed(
     tag = f"global_step{checkpoint.step}" if tag is None else tag
     run = Location.of(destination).absolute()
     plan = ranks.together(lambda: FolderPlan(checkpoint, stage, world_size), "plan the folder")
-    place = Place.of(*ranks.first(lambda: _place(run, tag, overwrite), "look at the destination"))
-
-    def measure() -> tuple[CheckpointFiller, list[tuple[str, int, int]], tuple[str, ...]]:
-        with values_of(checkpoint.path):
-            filler = CheckpointFiller(checkpoint, plan.infos, budget or checkpoint.budget, plan.copies)
-            return filler, [(file.name, file.nbytes, filler.nbytes([file])) for file in plan.files()], plan.missing()
-
-    filler, sizes, missing = ranks.together(measure, "plan the folder")
-    file_bytes = [nbytes for _, nbytes, _ in sizes]
-    own_files = [number for number, owner in enumerate(shared_out(file_bytes, ranks.size)) if owner == ranks.rank]
-
-    def write() -> None:
-        with reported(progress, "convert", sum(sizes[number][2] for number in own_files)) as filler.advance:
-            for number, file in enumerate(plan.files()):
-                if number in own_files:
-                    write_files(place.store, [file], {}, filler, filler.budget)
-
-    try:
-        ranks.first(lambda: place.begin(name for name, _, _ in sizes), "prepare the place")
-        ranks.together(lambda: place.check_seen(ranks.job_rank), "look at the place")
-        space = ranks.first(lambda: Space.of(place.store, sum(file_bytes)), "look for space")
-        ranks.together(lambda: Space(*space).refuse_lack(), "look for space")
-        ranks.together(write, "convert")
-        ranks.first(lambda: _finish(place, run, tag), "put the folder in place")
-    except BaseException:
-        if ranks.rank == 0:
-            place.remove()
-        raise
+    missing = write_folder(
+        checkpoint, plan, lambda: _place(run, tag, overwrite), lambda place: _finish(place, run, tag), ranks,
+        budget=budget, progress=progress,
+    )  # fmt: skip
     return str(run.child(tag)), missing
 
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from zckpt.storage.contract import Store
     from zckpt.storage.location import StrPath
 
-_WEIGHTS = ("model.safetensors", "model-*-of-*.safetensors", "adapter_model.safetensors", "*_states.pt")
+_WEIGHTS = ("model.safetensors", "model-*-of-*.safetensors", "adapter_model.safetensors", "*_states.pt", "*.distcp")
 """Patterns of the files with weights. Every directory that is written has at least one of them."""
 _CONFIGURATIONS = ("config.json", "adapter_config.json")
 """The files without which no program takes a directory for a model."""

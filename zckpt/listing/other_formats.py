@@ -31,10 +31,11 @@ HUGGING_FACE = OtherFormat(
 _PEFT = OtherFormat(
     "an adapter of PEFT", f"load it with PeftModel.from_pretrained and is_trainable=True, {_THROUGH_AN_ENGINE}"
 )
-_DCP = OtherFormat(
-    "a DCP checkpoint of torch.distributed.checkpoint",
-    f"load the weights with torch.distributed.checkpoint.load, {_THROUGH_AN_ENGINE}",
-)
+_CONVERT = "to convert it, `zckpt convert SOURCE DESTINATION` or zckpt.convert"
+DCP = OtherFormat("a DCP checkpoint of torch.distributed.checkpoint", _CONVERT)
+ACCELERATE_FSDP = OtherFormat("an FSDP checkpoint of Accelerate or Trainer", _CONVERT)
+FSDP_MODELS = ("pytorch_model_fsdp_0", "pytorch_model_fsdp.bin")
+"""The names under which Accelerate saves the weights of an FSDP model: a DCP folder, or a file of ``torch.save``."""
 _ORBAX = OtherFormat(
     "a checkpoint of Orbax", "save its weights as a Hugging Face model, which `zckpt convert SOURCE DESTINATION` reads"
 )
@@ -60,7 +61,8 @@ def other_format(entries: Collection[str]) -> OtherFormat | None:
         DEEPSPEED: bool(deepspeed_files(entries)),
         HUGGING_FACE: "config.json" in entries and any(map(_WEIGHTS.fullmatch, entries)),
         _PEFT: "adapter_config.json" in entries,
-        _DCP: ".metadata" in entries,
+        DCP: ".metadata" in entries or any(name.endswith(".distcp") for name in entries),
+        ACCELERATE_FSDP: any(name in entries for name in FSDP_MODELS),
         _ORBAX: "_CHECKPOINT_METADATA" in entries or "manifest.ocdbt" in entries,
         _MEGATRON: "latest_checkpointed_iteration.txt" in entries,
     }

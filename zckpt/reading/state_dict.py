@@ -40,7 +40,7 @@ def paths_of(checkpoint: Checkpoint) -> dict[str, tuple[str | int, ...]]:
     """Returns the path of each leaf of the state dict that was written, by its name. It is empty if the checkpoint is
     not one of a state dict. Raises FormatError."""
     paths = _tree(checkpoint).get(PATHS, {})
-    if not isinstance(paths, dict) or not all(map(_is_path, paths.values())):
+    if not isinstance(paths, dict) or not all(map(is_path, paths.values())):
         raise FormatError(f"state: {STATE_DICT}.{PATHS} is not a map of paths", file=checkpoint.path)
     return paths
 
@@ -52,7 +52,7 @@ def own_rank(checkpoint: Checkpoint) -> int | None:
     return 0 if checkpoint.world_size == 1 else None
 
 
-def _is_path(value: object) -> bool:
+def is_path(value: object) -> bool:
     """Returns whether a value is a path. DCP makes a list of so many items as an index in a path says."""
     return isinstance(value, tuple) and any(value) and all(type(key) is str or key in _INDICES for key in value)
 
