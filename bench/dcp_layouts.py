@@ -121,8 +121,8 @@ def table(results: dict[str, list[list[str]]]) -> str:
         for number, row in enumerate(outcomes_of_mesh, 1):
             if set(row) != {EQUAL}:
                 groups.setdefault(tuple(row), []).append(str(number))
-        for row, numbers in groups.items():
-            lines.append(f"| {' | '.join(mesh.split(' x '))} | {', '.join(numbers)} | {' | '.join(row)} |")
+        for same, numbers in groups.items():
+            lines.append(f"| {' | '.join(mesh.split(' x '))} | {', '.join(numbers)} | {' | '.join(same)} |")
     return "\n".join(lines)
 
 

@@ -17,7 +17,6 @@ from zckpt.errors import MissingFileError, StorageError, UnsupportedError
 from zckpt.format import names
 from zckpt.format.rules import broken
 from zckpt.progress import logger
-from zckpt.system.waits import bounded_wait
 from zckpt.storage.buffers import scatter
 from zckpt.storage.contract import ANYTHING, Entry, IOCount, Store, Upload
 from zckpt.storage.object_client import (
@@ -30,6 +29,7 @@ from zckpt.storage.object_client import (
 )
 from zckpt.storage.object_errors import NO_BUCKET, PAST_THE_END, REFUSED, Errors, without_secrets
 from zckpt.storage.object_writer import ObjectWriter
+from zckpt.system.waits import bounded_wait
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
