@@ -131,6 +131,7 @@ def stock_folder_and_detach(directory: str) -> None:
     with pytest.raises(zckpt.CheckpointNotFoundError):
         other.load_checkpoint(directory, tag="nothing")
     other.save_checkpoint(directory, tag="ours")
+    assert other.load_checkpoint(f"{directory}/ours")[0] == f"{directory}/ours"  # as after a conversion
     latest = Path(directory, "latest")
     torch.distributed.barrier()
     if engine.global_rank == 0:

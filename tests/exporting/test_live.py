@@ -11,9 +11,11 @@ from unittest import mock
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.fsdp import fully_shard
 
 import zckpt
 from tests.support.faults import NO_SPACE, Fault, faulty, kill
+from tests.support.hugging_face import make_hugging_face
 from tests.support.live_export import export_both
 from tests.support.memory import peak_growth
 from tests.support.states import write_state
@@ -64,6 +66,20 @@ def test_the_files_are_those_of_save_pretrained(
         weights = [load_file(path) for path in (tmp_path / "saved").glob("*.safetensors")]
         assert {name: tensor for part in weights for name, tensor in part.items()}.keys() <= tensors.keys()
         assert all(torch.equal(tensor, tensors[name]) for part in weights for name, tensor in part.items())
+
+
+def export_fsdp2(directory: Path) -> None:
+    model = make_hugging_face("gpt2")
+    if torch.distributed.get_rank() == 0:
+        model.save_pretrained(directory / "saved")
+    fully_shard(model)
+    zckpt.export(zckpt.TrainState(model, None), directory / "exported")
+
+
+def test_the_files_of_an_fsdp2_model_are_those_of_save_pretrained(cluster: Cluster, tmp_path: Path) -> None:
+    """``fully_shard`` replaces the class of a model, from which its configuration comes."""
+    cluster.run(export_fsdp2, 2, tmp_path)
+    assert files(tmp_path / "exported") == files(tmp_path / "saved")
 
 
 def files(directory: Path) -> dict[str, bytes]:

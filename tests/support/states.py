@@ -13,7 +13,7 @@ import torch
 
 import zckpt
 from tests.support.grids import order_of, random_grid
-from zckpt.engines import adapt
+from zckpt.engines import readable
 from zckpt.errors import FormatError
 from zckpt.format.names import Tier, check_tensor_name
 from zckpt.geometry import Grid, Span
@@ -206,8 +206,8 @@ _thread = threading.local()
 
 def _adapt(engine: Any) -> Any:
     """Returns the adapter that ``write_through`` has made in this thread, and for every other engine the right one. If
-    two threads patch ``adapt`` at the same time, this function may stay in its place for good."""
-    return _thread.adapter if isinstance(engine, EngineOfAnAdapter) else adapt(engine)
+    two threads patch ``readable`` at the same time, this function may stay in its place for good."""
+    return _thread.adapter if isinstance(engine, EngineOfAnAdapter) else readable(engine)
 
 
 def write_through(

@@ -421,7 +421,7 @@ def _load_checkpoint(
         of_ranks = ranks.share(lambda: _find(run, tag, universal), "find the checkpoint")
         found_tag, in_deepspeed_format = next((one for one in of_ranks if one[0] is not None), of_ranks[0])
     chosen: Chosen | None = None
-    path = "" if found_tag is None else str(run.location.child(found_tag))
+    path = "" if found_tag is None else str(run.location.child(found_tag) if found_tag != _HERE else run.location)
     found = None if in_deepspeed_format else choose_copy(saves, run.location.absolute(), tag, ranks)
     if found is not None:
         chosen, path = found
@@ -482,9 +482,13 @@ def _refuse_registered(engine: Any, tag: str) -> None:
         )
 
 
+_HERE = ""
+"""Stands for the tag of a checkpoint in the directory of the run itself."""
+
+
 def _find(run: Store, tag: object, universal: bool) -> tuple[str | None, bool]:
-    """Returns the tag that is to be loaded, or None if no file names a tag, and whether its folder is in DeepSpeed's
-    own format.
+    """Returns the tag that is to be loaded, and whether its folder is in DeepSpeed's own format. The tag is ``_HERE``
+    if the directory is itself a checkpoint, such as one from ``zckpt.convert``, and None if no file names a tag.
 
     ``universal``: whether a checkpoint of DeepSpeed has to be a Universal Checkpoint, which ``latest_universal`` names.
     """
@@ -504,7 +508,7 @@ def _find(run: Store, tag: object, universal: bool) -> tuple[str | None, bool]:
         if _has_deepspeed_format(checkpoint):
             return named_tag, True
         return names.decode_latest(raw, str(run.location.child(file))), False
-    return None, False
+    return None if run.entry(names.MANIFEST) is None else _HERE, False
 
 
 def _has_deepspeed_format(store: Store) -> bool:
