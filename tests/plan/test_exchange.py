@@ -51,7 +51,7 @@ def test_every_file_gets_its_elements(seed: int) -> None:
             assert all(np.array_equal(getattr(sent, name), getattr(received, name)) for name in Messages.__slots__)
             columns = (sent.fragment, sent.start, sent.source_stride, received.position, received.target_stride)
             for fragment, start, source_stride, position, target_stride, numel, runs, nbytes in zip(
-                *columns, sent.numel, sent.runs, sent.nbytes, strict=True
+                *columns, sent.run_numel, sent.runs, sent.nbytes, strict=True
             ):
                 number, first, slice_bytes = slices.own(target)[turn]
                 sent_bytes = 0

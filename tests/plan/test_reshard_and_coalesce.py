@@ -22,7 +22,7 @@ from zckpt.format.index import Piece
 from zckpt.format.names import Tier
 from zckpt.geometry import Grid, Span, all_of, slice_of
 from zckpt.plan import coalesce
-from zckpt.plan.coalesce import Places, Ranges, joined_copies, plan_reads
+from zckpt.plan.coalesce import Places, Ranges, StridedCopy, joined_copies, plan_reads
 from zckpt.plan.reshard import PieceRanges, StoredPieces, Wanted, choose_copies, piece_ranges
 
 FILES = 3
@@ -124,14 +124,13 @@ def found(requests: Requests) -> PieceRanges:
     return piece_ranges(pieces, orders, wanted, [stored.item for stored, _ in requests])
 
 
-def put_runs(
-    target: bytearray, target_offset: int, data: bytes, source: int, nbytes: int, runs: int, strides: list[int]
-) -> None:
+def carry_out(copy: StridedCopy, targets: list[bytearray], data: bytes) -> None:
     """Copies equally spaced runs of bytes."""
-    for number in range(runs):
-        begin, place = source + number * strides[0], target_offset + number * strides[1]
-        assert place + nbytes <= len(target)
-        target[place : place + nbytes] = data[begin : begin + nbytes]
+    assert 0 <= copy.source < copy.source + copy.source_bytes <= len(data)
+    for number in range(copy.runs):
+        begin, place = copy.source + number * copy.source_stride, copy.target_offset + number * copy.target_stride
+        assert place + copy.run_bytes <= len(targets[copy.target])
+        targets[copy.target][place : place + copy.run_bytes] = data[begin : begin + copy.run_bytes]
 
 
 def run(store: Store, ops: tuple[coalesce.ReadOp, ...], targets: list[bytearray]) -> Counter[tuple[int, int]]:
@@ -143,16 +142,15 @@ def run(store: Store, ops: tuple[coalesce.ReadOp, ...], targets: list[bytearray]
         assert segments.copies[[0, -1]].min() >= 1
         assert ((segments.block < 0) | (segments.copies > 0)).all(), "no digest of a gap is compared"
         assert segments.copies.sum() == len(segments.source)
-        copies = iter(np.stack(segments[5:], 1).tolist())
+        copies = iter(segments.strided_copies(slice(None)))
         position = op.offset
         for nbytes, block, count in np.stack([segments.nbytes, segments.block, segments.copies], 1).tolist():
             data = store.contents[op.file][position : position + nbytes]
             assert len(data) == nbytes
             if block >= 0:
                 assert store.block_places[op.file, block] == (position, position + nbytes)
-            for source, copied, target, target_offset, runs, *strides in islice(copies, count):
-                assert 0 <= source < source + (runs - 1) * strides[0] + copied <= nbytes
-                put_runs(targets[target], target_offset, data, source, copied, runs, strides)
+            for copy in islice(copies, count):
+                carry_out(copy, targets, data)
             read.update((op.file, at) for at in range(position, position + nbytes))
             position += nbytes
     return read
@@ -163,7 +161,7 @@ def wanted_bytes(store: Store, ops: tuple[coalesce.ReadOp, ...]) -> set[tuple[in
     wanted = set()
     for op in ops:
         starts = np.repeat(op.offset + np.cumsum(op.segments.nbytes) - op.segments.nbytes, op.segments.copies)
-        columns = (starts + op.segments.source, op.segments.copy_bytes, op.segments.runs, op.segments.source_stride)
+        columns = (starts + op.segments.source, op.segments.run_bytes, op.segments.runs, op.segments.source_stride)
         for start, nbytes, runs, stride in np.stack(columns, 1).tolist():
             wanted |= {(op.file, start + run * stride + at) for run in range(runs) for at in range(nbytes)}
     return wanted
@@ -179,12 +177,11 @@ def joined(
         copies = joined_copies(op.segments, np.array(wanted, bool))
         data = store.contents[op.file][op.offset : op.offset + op.nbytes]
         begins, ends = set(), set()
-        columns = [getattr(copies, name) for name in copies.__dataclass_fields__]
-        for start, nbytes, target, target_offset, runs, *strides in np.stack(columns, 1).tolist():
-            put_runs(contents[target], target_offset, data, start, nbytes, runs, strides)
-            if runs == 1:
-                begins.add((target, start, target_offset))
-                ends.add((target, start + nbytes, target_offset + nbytes))
+        for copy in copies:
+            carry_out(copy, contents, data)
+            if copy.runs == 1:
+                begins.add((copy.target, copy.source, copy.target_offset))
+                ends.add((copy.target, copy.source + copy.run_bytes, copy.target_offset + copy.run_bytes))
         assert not begins & ends
     return contents
 
@@ -369,16 +366,17 @@ def run_straight(
         assert sum(nbytes for _, nbytes, _ in covered) == segments.nbytes[segments.straight].sum()
         segment = np.repeat(np.arange(len(starts)), segments.copies)
         staged = ~segments.straight[segment]
-        columns = (starts[segment] + segments.source, *segments[6:])
-        for start, nbytes, target, target_offset, runs, *strides in np.stack(columns, 1)[staged].tolist():
-            put_runs(targets[target], target_offset, store.contents[op.file], start, nbytes, runs, strides)
-            for place in range(target_offset, target_offset + runs * strides[1], strides[1]):
-                filled.update((target, byte) for byte in range(place, place + nbytes))
+        in_file = segments._replace(source=starts[segment] + segments.source)
+        for copy in in_file.strided_copies(staged):
+            carry_out(copy, targets, store.contents[op.file])
+            for run in range(copy.runs):
+                place = copy.target_offset + run * copy.target_stride
+                filled.update((copy.target, byte) for byte in range(place, place + copy.run_bytes))
         alone = np.flatnonzero(segments.address >= 0)
         first = (np.cumsum(segments.copies) - segments.copies)[alone]
         assert not segments.straight[segments.address < 0].any()
         assert (segments.copies[alone] == 1).all()
-        assert (segments.copy_bytes[first] == segments.nbytes[alone]).all()
+        assert (segments.run_bytes[first] == segments.nbytes[alone]).all()
         assert (segments.address[alone] == places.address[segments.target[first]] + segments.target_offset[first]).all()
     return filled
 

@@ -236,11 +236,11 @@ class _RankExport:
             del self._received
             self._received = _buffer(sum(self._received_bytes))
         offset = 0
-        columns = (sent.fragment, sent.start, sent.runs, sent.numel, sent.source_stride, sent.nbytes)
-        for number, start, runs, numel, stride, nbytes in zip(*(column.tolist() for column in columns), strict=True):
+        columns = (sent.fragment, sent.nbytes, sent.start, sent.runs, sent.run_numel, sent.source_stride)
+        for number, nbytes, *runs in zip(*(column.tolist() for column in columns), strict=True):
             fragment = self._fragments[number]
             message = self._sent[offset : offset + nbytes].view(self._dtypes[fragment.name])
-            elements = _elements(fragment, start, runs, numel, stride)
+            elements = _elements(fragment, *runs)
             message.view(elements.shape).copy_(elements)
             offset += _padded(nbytes)
         self._incoming, self._received_turn = received, turn
@@ -354,20 +354,20 @@ class _Writing:
             raise self._error
 
 
-def _elements(fragment: Fragment, start: int, runs: int, numel: int, stride: int) -> torch.Tensor:
+def _elements(fragment: Fragment, start: int, runs: int, run_numel: int, stride: int) -> torch.Tensor:
     """Returns equally spaced runs of elements of a fragment, as ``rows_of`` does. The first run begins with element
     ``start``. If the fragment is in a file, the elements are read."""
     data = fragment.data
     assert data is not None, "the fragments of an inventory have data"
     if isinstance(data, torch.Tensor):
-        return rows_of(data[start:], runs, numel, stride)
+        return rows_of(data[start:], runs, run_numel, stride)
     dtype = TORCH_DTYPES[fragment.dtype]
-    elements = torch.empty(runs * numel, dtype=dtype, device="cpu")
+    elements = torch.empty(runs * run_numel, dtype=dtype, device="cpu")
     # If there are no gaps between the runs, they are read at once.
-    for number, part in enumerate([elements] if stride == numel else elements.view(runs, numel)):
+    for number, part in enumerate([elements] if stride == run_numel else elements.view(runs, run_numel)):
         file_range = data.narrow((start + number * stride) * dtype.itemsize, part.nbytes)
         read_from(file_range.path, file_range.offset, byte_tensor(part).numpy())
-    return rows_of(elements, runs, numel, numel)
+    return rows_of(elements, runs, run_numel, run_numel)
 
 
 def _buffer(nbytes: int) -> torch.Tensor:

@@ -61,9 +61,8 @@ class Segments(NamedTuple):
     memory that takes all of the segment as it is, or -1 if there is no such memory. ``straight``, a column of bool,
     says whether direct I/O reads the segment straight into that memory, except for its edges.
 
-    The other columns have an entry for each copy: ``copy_bytes`` bytes from byte ``source`` of the segment on go to
-    byte ``target_offset`` of target number ``target``. A copy consists of ``runs`` such ranges. Each further one begins
-    ``source_stride`` bytes later in the segment, and goes to a place ``target_stride`` bytes later in the target.
+    The other columns are those of ``StridedCopy``, and have an entry for each copy. ``source`` is a byte of the
+    segment.
     """
 
     nbytes: Ints
@@ -71,13 +70,37 @@ class Segments(NamedTuple):
     address: Ints
     straight: NDArray[np.bool_]
     copies: Ints
-    source: Ints
-    copy_bytes: Ints
     target: Ints
     target_offset: Ints
-    runs: Ints
-    source_stride: Ints
     target_stride: Ints
+    runs: Ints
+    run_bytes: Ints
+    source: Ints
+    source_stride: Ints
+
+    def strided_copies(self, which: slice | NDArray[np.bool_]) -> list[StridedCopy]:
+        """Returns the copies that ``which`` selects."""
+        return _strided_copies(*(getattr(self, name)[which] for name in StridedCopy._fields))
+
+
+class StridedCopy(NamedTuple):
+    """A copy of equally spaced runs of ``run_bytes`` bytes. The first of the ``runs`` runs begins at byte ``source``,
+    and goes to byte ``target_offset`` of target number ``target``. Each further one begins ``source_stride`` bytes
+    later, and goes to a place ``target_stride`` bytes later in the target. Bytes of the target count as stored bytes,
+    too."""
+
+    target: int
+    target_offset: int
+    target_stride: int
+    runs: int
+    run_bytes: int
+    source: int
+    source_stride: int
+
+    @property
+    def source_bytes(self) -> int:
+        """The number of bytes from the begin of the first run to the end of the last one."""
+        return (self.runs - 1) * self.source_stride + self.run_bytes
 
 
 class Ranges(NamedTuple):
@@ -118,43 +141,36 @@ class ReadOp(NamedTuple):
         return bool(self.segments.straight.all())
 
 
-@dataclass(frozen=True, slots=True)
-class Copies:
-    """The copies that are made of the bytes of a read, as int64 columns: ``nbytes`` bytes from byte ``start`` of the
-    read on go to byte ``target_offset`` of target number ``target``. The other columns are those of ``Segments``."""
-
-    start: Ints
-    nbytes: Ints
-    target: Ints
-    target_offset: Ints
-    runs: Ints
-    source_stride: Ints
-    target_stride: Ints
-
-
-def joined_copies(segments: Segments, wanted: NDArray[np.bool_]) -> Copies:
-    """Returns the copies to the targets for which ``wanted`` is true, in the order of the targets. Copies of adjacent
-    bytes to adjacent bytes of one target are joined into one."""
+def joined_copies(segments: Segments, wanted: NDArray[np.bool_]) -> list[StridedCopy]:
+    """Returns the copies to the targets for which ``wanted`` is true, in the order of the targets. ``source`` is a byte
+    of the read. Copies of adjacent bytes to adjacent bytes of one target are joined into one."""
     segment = np.repeat(np.arange(len(segments.nbytes)), segments.copies)
-    at = (np.cumsum(segments.nbytes) - segments.nbytes)[segment] + segments.source
-    order = np.lexsort((at, segments.target))
+    source = (np.cumsum(segments.nbytes) - segments.nbytes)[segment] + segments.source
+    order = np.lexsort((source, segments.target))
     order = order[wanted[segments.target[order]]]
-    start, nbytes, target, target_offset, runs = (
-        column[order] for column in (at, segments.copy_bytes, segments.target, segments.target_offset, segments.runs)
+    if not len(order):
+        return []
+    source, run_bytes, target, target_offset, runs = (
+        column[order] for column in (source, segments.run_bytes, segments.target, segments.target_offset, segments.runs)
     )
     begins = np.ones(len(order), bool)
-    begins[1:] = (target[1:] != target[:-1]) | (start[1:] != start[:-1] + nbytes[:-1])
-    begins[1:] |= (target_offset[1:] != target_offset[:-1] + nbytes[:-1]) | (runs[1:] > 1) | (runs[:-1] > 1)
+    begins[1:] = (target[1:] != target[:-1]) | (source[1:] != source[:-1] + run_bytes[:-1])
+    begins[1:] |= (target_offset[1:] != target_offset[:-1] + run_bytes[:-1]) | (runs[1:] > 1) | (runs[:-1] > 1)
     first = np.flatnonzero(begins)
-    return Copies(
-        start[first],
-        np.add.reduceat(nbytes, first) if len(first) else nbytes,
+    return _strided_copies(
         target[first],
         target_offset[first],
-        runs[first],
-        segments.source_stride[order][first],
         segments.target_stride[order][first],
+        runs[first],
+        np.add.reduceat(run_bytes, first),
+        source[first],
+        segments.source_stride[order][first],
     )
+
+
+def _strided_copies(*columns: Ints) -> list[StridedCopy]:
+    """Returns the copies whose fields are in these columns."""
+    return list(map(StridedCopy._make, zip(*(column.tolist() for column in columns), strict=True)))
 
 
 def plan_reads(
@@ -172,14 +188,15 @@ def plan_reads(
     bytes of them come first, and their reads are urgent too. Among these files, and among the others, the order is
     ascending.
 
-    With ``verify``, each block that has bytes of a range is read whole, and once. Without ``verify``, only the bytes of
-    the ranges are read. ``data_starts`` has the first data byte of each file. A read has at most ``batch_bytes`` bytes.
-    If all of its segments are straight, it may have up to ``STRAIGHT_BYTES_MAX`` bytes, if that is more.
-    ``batch_bytes`` is at least ``block_bytes``. Without ``places``, all bytes that are read go through staging buffers.
-    Two ranges of a file are read together if there are at most ``gap_bytes`` bytes between them.
+    With ``verify``, each block that has bytes of a range is read whole, and once. Without ``verify``, the bytes of the
+    ranges are read, and what lies between two of the equally spaced ranges of a row if that is at most
+    ``SPACED_GAP_BYTES`` or ``gap_bytes``. ``data_starts`` has the first data byte of each file. A read has at most
+    ``batch_bytes`` bytes. If all of its segments are straight, it may have up to ``STRAIGHT_BYTES_MAX`` bytes, if that
+    is more. ``batch_bytes`` is at least ``block_bytes``. Without ``places``, all bytes that are read go through staging
+    buffers. Two ranges of a file are read together if there are at most ``gap_bytes`` bytes between them.
     """
     if not verify:  # Ranges with long gaps between them are read one by one.
-        gaps = piece_ranges.stride - piece_ranges.stop + piece_ranges.start
+        gaps = piece_ranges.source_stride - piece_ranges.stop + piece_ranges.start
         piece_ranges = piece_ranges.apart(gaps > max(gap_bytes, SPACED_GAP_BYTES))
     spaced = piece_ranges.spaced
     first = spaced.start // block_bytes
@@ -191,9 +208,9 @@ def plan_reads(
     parts = spaced.take(row).clip(block_start, block_stop)
     # And from here on, for each copy.
     row, number, block_start, block_stop = (column[parts.row] for column in (row, number, block_start, block_stop))
-    stride, target_stride = piece_ranges.stride[row], piece_ranges.target_stride[row]
-    cut_start = piece_ranges.start[row] + parts.first * stride + parts.before
-    cut_stop = cut_start + (parts.runs - 1) * stride + parts.numel
+    source_stride, target_stride = piece_ranges.source_stride[row], piece_ranges.target_stride[row]
+    cut_start = piece_ranges.start[row] + parts.first * source_stride + parts.before
+    cut_stop = cut_start + (parts.runs - 1) * source_stride + parts.numel
     start, stop = (block_start, block_stop) if verify else (cut_start, cut_stop)
     block = piece_ranges.block[row] + number if verify else np.full(len(row), -1)
     file = piece_ranges.file[row]
@@ -213,21 +230,21 @@ def plan_reads(
     first_copy = np.flatnonzero(begins)
     copies = np.diff(first_copy, append=len(order))
     copy_columns = (
-        (origin + cut_start)[order] - np.repeat(start_at[begins], copies),
-        parts.numel[order],
         piece_ranges.target[row][order],
         (piece_ranges.target_offset[row] + parts.first * target_stride + parts.before)[order],
-        parts.runs[order],
-        stride[order],
         target_stride[order],
+        parts.runs[order],
+        parts.numel[order],
+        (origin + cut_start)[order] - np.repeat(start_at[begins], copies),
+        source_stride[order],
     )
     file, start_at, stop_at, block = file[begins], start_at[begins], stop_at[first_copy + copies - 1], block[begins]
     is_urgent = is_urgent[order][begins]
     nbytes = stop_at - start_at
-    copy_bytes, target, target_offset, runs = (column[first_copy] for column in copy_columns[1:5])
+    target, target_offset, _, runs, run_bytes, _, _ = (column[first_copy] for column in copy_columns)
     if places is None:
         places = Places(np.full(int(target.max(initial=-1)) + 1, -1), 1, 1)
-    alone = (copies == 1) & (runs == 1) & (copy_bytes == nbytes) & (places.address[target] >= 0)
+    alone = (copies == 1) & (runs == 1) & (run_bytes == nbytes) & (places.address[target] >= 0)
     address = np.where(alone, places.address[target] + target_offset, -1)
     cuts = _cuts(file, start_at, stop_at, address, batch_bytes, places, gap_bytes)
     gap = np.setdiff1d(np.flatnonzero(start_at[1:] > stop_at[:-1]) + 1, cuts)  # the segments that come after a gap

@@ -72,7 +72,7 @@ class SlicedFiles:
 class Messages:
     """The messages that the ranks send each other in one round, as int64 columns, ordered by ``source``, ``target`` and
     ``position``. Rank ``source`` sends ``runs`` equally spaced runs of elements of its fragment number ``fragment`` to
-    rank ``target``. A run has ``numel`` elements. The first one begins with element ``start``, and each further one
+    rank ``target``. A run has ``run_numel`` elements. The first one begins with element ``start``, and each further one
     ``source_stride`` elements later. In a message, which has ``nbytes`` bytes, they follow each other without gaps. The
     first run goes to byte ``position`` of the slice that ``target`` writes in this round, and each further one
     ``target_stride`` bytes later."""
@@ -84,7 +84,7 @@ class Messages:
     fragment: Ints
     start: Ints
     source_stride: Ints
-    numel: Ints
+    run_numel: Ints
     runs: Ints
     nbytes: Ints
 
@@ -135,9 +135,9 @@ class Exchange:
             position=target.start + parts.first * target.stride + parts.before - slice_start[of_slice],
             target_stride=target.stride,
             fragment=ranges.piece_offset,
-            start=(ranges.start + parts.first * ranges.stride + parts.before) // item,
-            source_stride=ranges.stride // item,
-            numel=parts.numel // item,
+            start=(ranges.start + parts.first * ranges.source_stride + parts.before) // item,
+            source_stride=ranges.source_stride // item,
+            run_numel=parts.numel // item,
             runs=parts.runs,
             nbytes=parts.runs * parts.numel,
         )

@@ -77,8 +77,8 @@ class PieceRanges:
     A piece occupies ``piece_bytes`` bytes of the data of file number ``file``, from byte ``piece_offset`` on. Its first
     digest has the number ``block`` among the digests of the file. A row has ``runs`` equally spaced ranges of the
     piece. The first one is its bytes ``[start, stop)``, which go to byte ``target_offset`` of target number ``target``.
-    Each further one begins ``stride`` bytes later in the piece, and goes to a place ``target_stride`` bytes later in
-    the target."""
+    Each further one begins ``source_stride`` bytes later in the piece, and goes to a place ``target_stride`` bytes
+    later in the target."""
 
     file: Ints
     piece_offset: Ints
@@ -89,7 +89,7 @@ class PieceRanges:
     target: Ints
     target_offset: Ints
     runs: Ints
-    stride: Ints
+    source_stride: Ints
     target_stride: Ints
 
     @classmethod
@@ -100,13 +100,13 @@ class PieceRanges:
         zeros, ones, targets = np.zeros(len(rows), np.int64), np.ones(len(rows), np.int64), np.arange(len(rows))
         return cls(
             file, piece_offset=offset, piece_bytes=nbytes, block=block, start=zeros, stop=nbytes, target=targets,
-            target_offset=zeros, runs=ones, stride=nbytes, target_stride=nbytes,
+            target_offset=zeros, runs=ones, source_stride=nbytes, target_stride=nbytes,
         )  # fmt: skip
 
     @property
     def spaced(self) -> Spaced:
         """The bytes of each row, counted in its piece."""
-        return Spaced(self.start, self.stop - self.start, self.runs, self.stride)
+        return Spaced(self.start, self.stop - self.start, self.runs, self.source_stride)
 
     @property
     def in_targets(self) -> Spaced:
@@ -132,8 +132,8 @@ class PieceRanges:
         rows = self.take(row)
         return replace(
             rows,
-            start=rows.start + number * rows.stride,
-            stop=rows.stop + number * rows.stride,
+            start=rows.start + number * rows.source_stride,
+            stop=rows.stop + number * rows.source_stride,
             target_offset=rows.target_offset + number * rows.target_stride,
             runs=np.where(which, 1, self.runs)[row],
         )
@@ -178,7 +178,7 @@ def piece_ranges(
         target=tensor[row],
         target_offset=(target_start[row] + parts.first * target_stride[row] + parts.before) * item,
         runs=parts.runs,
-        stride=stride * item,
+        source_stride=stride * item,
         target_stride=target_stride[row] * item,
     )
 

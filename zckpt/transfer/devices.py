@@ -136,18 +136,24 @@ def rows_of(flat: torch.Tensor, runs: int, run_numel: int, stride: int) -> torch
 class ToDevice(NamedTuple):
     """One copy from a staging buffer to a device. The copied elements have the dtype ``dtype``, begin at byte ``start``
     of the buffer, and fill ``target``. They are converted to the dtype of ``target``. ``target`` has one dimension, or
-    is what ``rows_of`` returns. Then its rows begin every ``stride`` bytes in the buffer."""
+    is what ``rows_of`` returns. Then its rows begin every ``source_stride`` bytes in the buffer."""
 
     start: int
     dtype: torch.dtype
     target: torch.Tensor
-    stride: int = 0
+    source_stride: int = 0
+
+    @property
+    def runs_and_numel(self) -> tuple[int, int]:
+        """The number of runs, and the number of elements of each."""
+        runs, run_numel = (1, *self.target.shape)[-2:]
+        return runs, run_numel
 
     @property
     def nbytes(self) -> int:
         """The number of bytes of the buffer from the first element to the last one."""
-        runs, run_numel = (1, *self.target.shape)[-2:]
-        return int((runs - 1) * self.stride + run_numel * self.dtype.itemsize)
+        runs, run_numel = self.runs_and_numel
+        return (runs - 1) * self.source_stride + run_numel * self.dtype.itemsize
 
     @property
     def is_adjacent(self) -> bool:
@@ -161,8 +167,8 @@ class ToDevice(NamedTuple):
         stored = buffer[self.start : self.start + self.nbytes]
         if self.is_adjacent:
             return self.target.view(torch.uint8), stored
-        runs, run_numel = (1, *self.target.shape)[-2:]
-        return self.target, rows_of(stored.view(self.dtype), runs, run_numel, self.stride // self.dtype.itemsize)
+        stride = self.source_stride // self.dtype.itemsize
+        return self.target, rows_of(stored.view(self.dtype), *self.runs_and_numel, stride)
 
 
 class FromDevice(NamedTuple):

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
+    from zckpt.plan.coalesce import StridedCopy
     from zckpt.storage.buffers import Bytes
 
     Ints = NDArray[np.int64]
@@ -52,12 +53,12 @@ def copy_to(address: int, staged: Bytes) -> None:
     _ALL[address - PAGE_BYTES : address - PAGE_BYTES + len(staged)] = staged
 
 
-def copy_spaced(address: int, stride: int, staged: Bytes, run_bytes: int, staged_stride: int) -> None:
-    """Copies runs of ``run_bytes`` bytes that begin every ``staged_stride`` bytes of ``staged``, which ends with the
-    last run, to host memory: the first run to ``address``, and each further one ``stride`` bytes later."""
-    runs = (len(staged) - run_bytes) // staged_stride + 1
-    target = np.ndarray(runs, f"V{run_bytes}", _ALL, address - PAGE_BYTES, stride)
-    target[:] = np.ndarray(runs, target.dtype, staged, 0, staged_stride)
+def copy_spaced(address: int, copy: StridedCopy, staged: Bytes) -> None:
+    """Carries out ``copy`` from ``staged``, which has the bytes of the source, to host memory. ``address``: that of the
+    target."""
+    place = address - PAGE_BYTES + copy.target_offset
+    target = np.ndarray(copy.runs, f"V{copy.run_bytes}", _ALL, place, copy.target_stride)
+    target[:] = np.ndarray(copy.runs, target.dtype, staged, copy.source, copy.source_stride)
 
 
 class HostMemory:
@@ -87,12 +88,14 @@ class HostMemory:
         if (start < 0).any() or (start + nbytes > self._nbytes[target]).any():
             raise ValueError("a range is longer than the memory that it goes to")
 
-    def put(self, target: int, start: int, stride: int, staged: Bytes, run_bytes: int, staged_stride: int) -> bool:
-        """Copies stored bytes to a target, from its byte ``start`` on, as ``copy_spaced`` does. Returns False, and
-        copies nothing, if they cannot go there unconverted."""
-        address = int(self.address[target])
-        if address >= 0 and run_bytes == len(staged):
-            copy_to(address + start, staged)
-        elif address >= 0:
-            copy_spaced(address + start, stride, staged, run_bytes, staged_stride)
-        return address >= 0
+    def put(self, copy: StridedCopy, staged: Bytes) -> bool:
+        """Carries out ``copy`` from ``staged``, which has the bytes of the source. Returns False, and copies nothing,
+        if they cannot go to the target unconverted."""
+        address = int(self.address[copy.target])
+        if address < 0:
+            return False
+        if copy.runs == 1:
+            copy_to(address + copy.target_offset, staged[copy.source : copy.source + copy.run_bytes])
+        else:
+            copy_spaced(address, copy, staged)
+        return True

@@ -22,6 +22,7 @@ from zckpt.transfer.host_memory import HostMemory
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from zckpt.plan.coalesce import StridedCopy
     from zckpt.state.inventory import Fragment
     from zckpt.storage.buffers import Bytes
 
@@ -243,31 +244,23 @@ class Targets:
             return None
         return byte_tensor(tensor)[start : start + nbytes]
 
-    def to_device(
-        self, target: int, start: int, runs: int, stride: int, run_bytes: int, staged_at: int, staged_stride: int
-    ) -> ToDevice:
-        """Returns the copy of ``runs`` runs of ``run_bytes`` stored bytes from a staging buffer to a target on a
-        device. The first run goes from byte ``staged_at`` of the buffer to byte ``start`` of the target, and the
-        strides are the numbers of bytes from one run to the next. Bytes of the target count as stored bytes too."""
-        room = self._rows(target, start, runs, stride, run_bytes)
-        return ToDevice(staged_at, self._stored[target], room, staged_stride)
+    def to_device(self, copy: StridedCopy, first: int) -> ToDevice:
+        """Returns ``copy`` as a copy from a staging buffer to a target on a device. ``first``: the byte of the buffer
+        with which the source begins."""
+        return ToDevice(first + copy.source, self._stored[copy.target], self._rows(copy), copy.source_stride)
 
-    def put(self, target: int, start: int, stride: int, staged: Bytes, run_bytes: int, staged_stride: int) -> None:
-        """Copies stored bytes to a target in host memory. They are runs of ``run_bytes`` bytes, which begin every
-        ``staged_stride`` bytes of ``staged``, and of which the last run is the end. The first run goes to byte
-        ``start`` of the target, and each further one ``stride`` bytes later, counted in stored bytes."""
-        if self.host.put(target, start, stride, staged, run_bytes, staged_stride):
+    def put(self, copy: StridedCopy, staged: Bytes) -> None:
+        """Carries out ``copy`` from ``staged``, which has the bytes of the source, to a target in host memory."""
+        if self.host.put(copy, staged):
             return
-        dtype = self._stored[target]
-        runs = (len(staged) - run_bytes) // staged_stride + 1
+        dtype = self._stored[copy.target]
         # A staging buffer begins with a page, so its elements are aligned.
-        values = rows_of(
-            torch.from_numpy(staged).view(dtype), runs, run_bytes // dtype.itemsize, staged_stride // dtype.itemsize
-        )
-        self._rows(target, start, runs, stride, run_bytes).copy_(values)
+        values = torch.from_numpy(staged[copy.source : copy.source + copy.source_bytes]).view(dtype)
+        run_numel, source_stride = copy.run_bytes // dtype.itemsize, copy.source_stride // dtype.itemsize
+        self._rows(copy).copy_(rows_of(values, copy.runs, run_numel, source_stride))
 
-    def _rows(self, target: int, start: int, runs: int, stride: int, run_bytes: int) -> torch.Tensor:
-        """Returns the elements of a target that equally spaced runs of stored bytes fill, with a row for each run."""
-        item_bytes = self._stored[target].itemsize
-        flat = self._tensors[target].detach().reshape(-1)[start // item_bytes :]
-        return rows_of(flat, runs, run_bytes // item_bytes, stride // item_bytes)
+    def _rows(self, copy: StridedCopy) -> torch.Tensor:
+        """Returns the elements of a target that ``copy`` fills, with a row for each run."""
+        item_bytes = self._stored[copy.target].itemsize
+        flat = self._tensors[copy.target].detach().reshape(-1)[copy.target_offset // item_bytes :]
+        return rows_of(flat, copy.runs, copy.run_bytes // item_bytes, copy.target_stride // item_bytes)

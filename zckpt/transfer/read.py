@@ -91,11 +91,11 @@ def run_reads(
     if not ops:
         budget.run(checks)
         return
-    target, start, nbytes, runs, stride = (
+    target, start, run_bytes, runs, stride = (
         np.concatenate([getattr(op.segments, name) for op in ops])
-        for name in ("target", "target_offset", "copy_bytes", "runs", "target_stride")
+        for name in ("target", "target_offset", "run_bytes", "runs", "target_stride")
     )
-    targets.host.check(target, start, (runs - 1) * stride + nbytes)
+    targets.host.check(target, start, (runs - 1) * stride + run_bytes)
     synchronize(targets.devices)
 
     def finish_urgent() -> None:
@@ -225,7 +225,7 @@ class _Reads:
     def _finish(self, op: ReadOp) -> None:
         """Notes that the bytes of ``op`` are on their way to their targets. The last urgent read also tells the caller
         that all bytes of urgent reads are in their targets."""
-        self.advance(int((op.segments.copy_bytes * op.segments.runs).sum()))
+        self.advance(int((op.segments.run_bytes * op.segments.runs).sum()))
         if op.is_urgent:
             self.urgent_left.count()
 
@@ -267,22 +267,21 @@ def _read_to_device(reader: Reader, op: ReadOp, file: ReadFile, targets: Targets
     if reader.direct is None or (op.segments.copies > 1).any() or (op.segments.runs > 1).any():
         return False
     copies = joined_copies(op.segments, targets.device >= 0)
-    if int(copies.nbytes.sum()) < op.nbytes or op.nbytes < DIRECT_BYTES_MIN * len(copies.nbytes):
+    if sum(copy.run_bytes for copy in copies) < op.nbytes or op.nbytes < DIRECT_BYTES_MIN * len(copies):
         return False
-    columns = (copies.target, copies.target_offset, copies.nbytes)
     views = []
-    for row in zip(*(column.tolist() for column in columns), strict=True):
-        view = targets.device_memory(*row)
+    for copy in copies:
+        view = targets.device_memory(copy.target, copy.target_offset, copy.run_bytes)
         if view is None:
             return False
         views.append(view)
-    for number, (view, first) in enumerate(zip(views, copies.start.tolist(), strict=True)):
-        start = op.offset + first
+    for number, (view, copy) in enumerate(zip(views, copies, strict=True)):
+        start = op.offset + copy.source
         nbytes = reader.direct.read_to_device(file.path, view, start)
         if nbytes < view.nbytes:
             if nbytes == 0 and number == 0:
                 return False
-            raise _too_short(file, start + nbytes, targets.keys[int(copies.target[number])], start, start + view.nbytes)
+            raise _too_short(file, start + nbytes, targets.keys[copy.target], start, start + view.nbytes)
     return True
 
 
@@ -391,15 +390,10 @@ def _copy_staged(segments: Segments, views: _Views, portion: slice, targets: Tar
             if views.addresses[number] >= 0:
                 continue
             staged = cast("Bytes", views.memory[number])
-            for copy in range(views.first_copy[number], views.first_copy[number + 1]):
-                target, start = int(segments.target[copy]), int(segments.source[copy])
-                if targets.device[target] < 0:
-                    runs, run_bytes = int(segments.runs[copy]), int(segments.copy_bytes[copy])
-                    stride = int(segments.source_stride[copy])
-                    data = staged[start : start + (runs - 1) * stride + run_bytes]
-                    place = int(segments.target_offset[copy]), int(segments.target_stride[copy])
-                    targets.put(target, *place, data, run_bytes, stride)
-                    copied_bytes += runs * run_bytes
+            for copy in segments.strided_copies(slice(*views.first_copy[number : number + 2])):
+                if targets.device[copy.target] < 0:
+                    targets.put(copy, staged)
+                    copied_bytes += copy.runs * copy.run_bytes
     return copied_bytes
 
 
@@ -408,13 +402,8 @@ def _queue(segments: Segments, first: int, targets: Targets, stage: StagingBuffe
     buffer."""
     for number, device in enumerate(targets.devices):
         copies = joined_copies(segments, targets.device == number)
-        columns = (
-            copies.target, copies.target_offset, copies.runs, copies.target_stride, copies.nbytes, first + copies.start,
-            copies.source_stride,
-        )  # fmt: skip
-        rows = zip(*(column.tolist() for column in columns), strict=True)
         with torch.inference_mode(targets.inference):
-            if queued := [targets.to_device(*row) for row in rows]:
+            if queued := [targets.to_device(copy, first) for copy in copies]:
                 stage.to_device(device, queued)
 
 
