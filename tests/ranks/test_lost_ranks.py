@@ -29,6 +29,7 @@ from tests.support.states import write_state
 from zckpt.ranks import heartbeat as life
 from zckpt.ranks import tree
 from zckpt.ranks.collectives import Ranks
+from zckpt.ranks.groups import Group
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -94,6 +95,51 @@ def test_a_rank_that_gets_no_processor_for_a_moment_is_not_taken_for_dead() -> N
         assert str(lives.lost(RuntimeError("connection closed"))).startswith("rank 2 has died")
     finally:
         lives.close()
+
+
+def decide_for_ever(directory: str) -> tuple[str, int | None]:
+    """Rank 0 hangs while it decides, and the other ranks wait for its answer."""
+    give_up_after(4)
+    pids = pids_of_ranks()
+    ranks = Ranks()
+    ranks.together(lambda: None, "begin")
+    try:
+        ranks.decide(int, lambda _: time.sleep(600), "decide")
+    except zckpt.RankError as error:
+        return str(error), error.rank
+    finally:
+        kill_after_all_others(directory, 0, pids)
+    return "decided", None
+
+
+def test_a_rank_0_that_hangs_in_a_decision_is_named(cluster: Cluster, tmp_path: Path) -> None:
+    for outcome in cluster.outcomes(decide_for_ever, 3, str(tmp_path))[1:]:
+        assert outcome.value is not None, outcome.error
+        assert outcome.value[1] == 0, outcome.value
+
+
+def leave_a_step() -> list[str]:
+    """Rank 1 leaves a step by another error than that of a lost rank. Then all ranks take another step."""
+    give_up_after(20)
+    ranks = Ranks()
+    ranks.together(lambda: None, "begin")
+    errors = []
+    leaving = mock.patch.object(Group, "ask", side_effect=KeyboardInterrupt) if ranks.rank == 1 else nullcontext()
+    with leaving:
+        try:
+            ranks.together(lambda: None, "go on")
+        except (KeyboardInterrupt, zckpt.RankError) as error:
+            errors.append(f"{type(error).__name__}: {error}")
+    torch.distributed.barrier()
+    Ranks().together(lambda: None, "go on")
+    return errors
+
+
+def test_a_rank_that_leaves_a_step_ends_it_on_all_ranks(cluster: Cluster) -> None:
+    first, second, third = cluster.run(leave_a_step, 3)
+    assert second == ["KeyboardInterrupt: "]
+    for errors in (first, third):
+        assert errors[0].startswith("RankError: rank 1 has left this call (KeyboardInterrupt)")
 
 
 def be_slow() -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from typing import TYPE_CHECKING
 
 import pytest
@@ -84,6 +85,37 @@ def test_items_of_files_that_take_bytes_in_order_are_put_in_order(threads: int, 
     put = [item for step, item in steps.done if step == "put"]
     assert sorted(put) == list(range(50))
     assert [item for item in put if item not in (20, 49)] == [item for item in range(49) if item != 20]
+
+
+class CopyUnderWay:
+    """Stands for the event of a copy from a device that ends later."""
+
+    def __init__(self) -> None:
+        self.end = time.monotonic() + 0.3
+
+    def query(self) -> bool:
+        return time.monotonic() > self.end
+
+    def synchronize(self) -> None:
+        time.sleep(max(0, self.end - time.monotonic()))
+
+
+def test_a_copy_from_a_device_is_finished_if_nothing_else_can_be_put() -> None:
+    """Item 1 is digested before the copy of item 0 has ended, and has to wait for item 0."""
+    steps, pool = Steps(), StagingPool(MIB, 4)
+
+    def take(item: int, stage: StagingBuffer) -> int:
+        if item == 0:
+            stage._queued.append(CopyUnderWay())  # type: ignore[arg-type]
+        return steps.take(item, stage)
+
+    pipeline = Pipeline(
+        range(2), take, steps.digest, steps.put, not_straight, pool, Snapshot(), 2,
+        is_next=lambda item: item == 0 or ("put", 0) in steps.done,
+    )  # fmt: skip
+    with pool.work(2):
+        pipeline.run(Budget(threads=1))
+    assert [item for step, item in steps.done if step == "put"] == [0, 1]
 
 
 def test_an_item_for_which_nothing_is_left_to_do_gives_its_buffer_back() -> None:
