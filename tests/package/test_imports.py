@@ -67,6 +67,7 @@ OF_LOCAL_FILES = {
     "exporting/hugging_face.py",  # reads the folder of a model
     "exporting/place.py",  # writes files of other programs
     "listing/trainer.py",  # looks at files of Trainer
+    "converting/dcp_folder.py",  # reads files of other programs
     "converting/deepspeed_folder.py",  # reads files of other programs
     "converting/formats.py",  # looks at folders of other programs
     "converting/hugging_face.py",  # reads files of other programs

@@ -174,7 +174,7 @@ def _tensor(
         for bounds, place in held
     ]
     if not chunks:  # It has no elements, so no rank has written any.
-        chunks = [Chunk(0, all_of(shape), shape, torch.empty(shape, dtype=dtype))]
+        chunks = [Chunk(0, all_of(shape), shape, torch.empty(shape, dtype=dtype, device="cpu"))]
     return StoredTensor(dtype, shape, tuple(chunks))
 
 

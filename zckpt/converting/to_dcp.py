@@ -237,7 +237,10 @@ class DcpPlan:
                     )
                 values = without_left_out(entry["values"])
                 if type(values.get("step")) is int:  # torch counts in tensors.
-                    values = {**values, "step": torch.tensor(float(max(steps) if together else values["step"]))}
+                    values = {
+                        **values,
+                        "step": torch.tensor(float(max(steps) if together else values["step"]), device="cpu"),
+                    }
                 for name in entry["params"]:
                     if name in members:
                         for key, value in values.items():
