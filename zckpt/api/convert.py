@@ -130,7 +130,10 @@ def convert(
             return formats.ZCKPT, str(find(origin).location)
         folder = formats.find_format(origin, tag if to == "zckpt" else None)
         if (folder.format == formats.ZCKPT) != (to != "zckpt"):
-            hint = "copy it with zckpt.cp (zckpt cp), or convert it: to='deepspeed' (--to deepspeed), to='dcp' (--to dcp)"
+            hint = (
+                "copy it with zckpt.cp (zckpt cp), or convert it: "
+                "to='deepspeed' (--to deepspeed) or to='dcp' (--to dcp)"
+            )
             if to != "zckpt":
                 hint = "convert it to a checkpoint of zckpt first: to='zckpt' (without --to)"
             raise UnsupportedError(f"{printable(folder.path)} is {_DESCRIPTIONS[folder.format]}", hint=hint)
