@@ -317,3 +317,13 @@ def test_ranks_validate_what_their_machines_have(cluster: Cluster, tmp_path: Pat
         ("F001", f"rank-00002/{exp_avg}", f"the file is missing; it was on a disk of {host} with ranks 1, 2"),
         ("M003", "disk://run/c/manifest.msgpack", f"the manifest is damaged (on {host})"),
     ]
+
+
+def test_a_machine_whose_manifest_is_lost_is_found_by_a_validation(cluster: Cluster, tmp_path: Path) -> None:
+    run = str(tmp_path)
+    cluster.run(on_disks, 2, ["a", "b"], run, write_and_go_on, "disk://run/c", SETUP, node_local=True)
+    (tmp_path / "b" / "run" / "c" / "manifest.msgpack").unlink()
+    first, second = cluster.run(on_disks, 2, ["a", "b"], run, validation, "disk://run/c")
+    assert first == second
+    assert "manifest.msgpack" in first
+    assert "the file is missing" in first
