@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import socket
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -18,6 +18,7 @@ import zckpt
 from tests.support.models import make_engine, train
 from tests.support.own_disks import own_disk
 from tests.support.runs import assert_goes_on_alike, restore_and_go_on, write_and_go_on
+from zckpt.ranks.groups import Group
 from zckpt.restoring.peers import Peers
 from zckpt.storage.local_store import Temporary
 from zckpt.testing import ReferenceEngine
@@ -155,6 +156,33 @@ def failing_write(path: str, fails_on: int) -> str:
     with pytest.raises(zckpt.ZckptError) as caught, commit:
         zckpt.write(engine, path, node_local=True)
     return type(caught.value).__name__
+
+
+def overwrite_without_an_answer(path: str) -> None:
+    """Rank 1 does not hear that all ranks have prepared, and rank 0 commits."""
+    engine = make_engine(**SETUP)
+    train(engine, 3)
+    zckpt.write(engine, path, node_local=True)
+    train(engine, 1, 1)
+    ask = Group.ask
+
+    def lose_the_answer(group: Group, message: bytes) -> bytes:
+        answer = ask(group, message)
+        if group.lives._doing == "commit":
+            raise zckpt.RankError("lost")
+        return answer
+
+    on_1 = mock.patch.object(Group, "ask", lose_the_answer) if os.environ["RANK"] == "1" else nullcontext()
+    with on_1, pytest.raises(zckpt.RankError):
+        zckpt.write(engine, path, node_local=True, overwrite=True)
+
+
+def test_a_machine_that_does_not_hear_the_others_keeps_what_it_has_prepared(cluster: Cluster, tmp_path: Path) -> None:
+    run = str(tmp_path)
+    cluster.run(on_disks, 2, ["a", "b"], run, overwrite_without_an_answer, "disk://run/c")
+    cluster.run(on_disks, 2, ["a", "b"], run, weights, "disk://run/c", 2)
+    assert len({*manifests(tmp_path).values()}) == 1
+    assert zckpt.open(tmp_path / "a" / "run" / "c").step == 4
 
 
 @pytest.mark.parametrize("fails_on", [0, 1])

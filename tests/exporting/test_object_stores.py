@@ -68,7 +68,7 @@ def model(tmp_path: Path) -> Any:
 @pytest.mark.usefixtures("model")
 def test_a_model(seaweedfs: ObjectServer, bucket: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The converted weights of a file are written last, so the bytes behind them wait in a temporary file."""
-    monkeypatch.setattr(object_writer, "EARLY_BYTES_MAX", 1000)
+    monkeypatch.setattr(object_writer.EARLY, "nbytes_max", 1000)
     zckpt.cp(tmp_path / "zckpt", f"{bucket}/zckpt")
     options: dict[str, Any] = {"config": tmp_path / "saved", "dtype": "bf16", "max_shard_size": SIZE}
     exported = zckpt.export(f"{bucket}/zckpt", f"{bucket}/model", **options)

@@ -60,11 +60,14 @@ def validate(
         RankError: another rank has failed or is lost, or the ranks have different paths.
     """
     ranks = Ranks(call="zckpt.validate")
-    ranks.together(lambda: _check_level(level), "find the checkpoint")
-    arguments = ranks.decide(
-        lambda: comparable(path=str(Location.of(path)), level=level), _equal, "find the checkpoint"
-    )
-    common_path = arguments["path"]
+
+    def arguments() -> dict[str, object]:
+        if level not in LEVELS:
+            raise ValueError(f"level must be one of {', '.join(LEVELS)}, got {level!r}")
+        return comparable(path=str(Location.of(path)), level=level)
+
+    ranks.decide(arguments, check_arguments, "find the checkpoint")
+    common_path = str(Location.of(path))
     with ranks.undivided():
         identity, spread, own = _look(common_path, ranks)
         while True:
@@ -87,17 +90,6 @@ def validate(
             # If the checkpoint was replaced meanwhile, the findings say nothing about the one that is there now.
             if identity == checked_identity:
                 return report
-
-
-def _check_level(level: str) -> None:
-    if level not in LEVELS:
-        raise ValueError(f"level must be one of {', '.join(LEVELS)}, got {level!r}")
-
-
-def _equal(calls: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the arguments of the ranks, which have to be equal. Raises RankError."""
-    check_arguments(calls)
-    return calls[0]
 
 
 def _look(path: str, ranks: Ranks) -> tuple[Sequence[Any], Spread | None, Callable[[], tuple[Store, Contents]]]:

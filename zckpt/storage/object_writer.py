@@ -24,52 +24,47 @@ PARTS_MAX = 10_000
 """The largest number of parts that S3 accepts for one file."""
 PARTS_IN_FLIGHT = 8
 """How many parts of one file are uploaded at a time."""
-UPLOADING_BYTES_MAX = 96 << 20
-"""The most bytes of this process that are being uploaded at a time. They are a part of the memory that the default
-budget leaves to the store. A part that is longer than this is uploaded alone."""
-EARLY_BYTES_MAX = 64 << 20
-"""The most bytes of this process that wait in memory for the bytes in front of them in their files."""
-_waiting_bytes = 0
-"""How many bytes wait in memory."""
-_counting = threading.Lock()
 
 
-def _count(nbytes: int) -> bool:
-    """Adds to the number of bytes that wait in memory, unless they would be more than ``EARLY_BYTES_MAX``. Returns
-    whether it has."""
-    global _waiting_bytes  # noqa: PLW0603
-    with _counting:
-        if nbytes > 0 and _waiting_bytes + nbytes > EARLY_BYTES_MAX:
-            return False
-        _waiting_bytes += nbytes
-    return True
+class _ByteLimit:
+    """A limit for bytes of this process, which all files share."""
+
+    def __init__(self, nbytes_max: int) -> None:
+        self.nbytes_max = nbytes_max
+        self._nbytes = 0
+        self._changed = threading.Condition(threading.RLock())  # Bytes may be given back in any thread, at any time.
+
+    def take(self, nbytes: int) -> bool:
+        """Counts bytes unless they would be too many. Returns whether it has."""
+        with self._changed:
+            if self._nbytes + nbytes > self.nbytes_max:
+                return False
+            self._nbytes += nbytes
+            return True
+
+    def wait_and_take(self, nbytes: int) -> None:
+        """Waits until there are few enough bytes, and counts these. If they alone are too many, it waits until there
+        are no others."""
+        with self._changed:
+            while self._nbytes and self._nbytes + nbytes > self.nbytes_max:
+                self._changed.wait()
+            self._nbytes += nbytes
+
+    def give_back(self, nbytes: int) -> None:
+        with self._changed:
+            self._nbytes -= nbytes
+            self._changed.notify_all()
 
 
-_uploading_bytes = 0
-"""How many bytes are being uploaded."""
-_uploads = threading.Condition(threading.RLock())  # The end of an upload may be noticed in any thread, at any time.
-
-
-def _begin(part: Bytes) -> None:
-    """Waits until a part may be uploaded, and counts its bytes until obstore does not refer to them any more."""
-    global _uploading_bytes  # noqa: PLW0603
-    with _uploads:
-        while _uploading_bytes and _uploading_bytes + part.nbytes > UPLOADING_BYTES_MAX:
-            _uploads.wait()
-        _uploading_bytes += part.nbytes
-    finalize(part, _end, part.nbytes).atexit = False
-
-
-def _end(nbytes: int) -> None:
-    global _uploading_bytes  # noqa: PLW0603
-    with _uploads:
-        _uploading_bytes -= nbytes
-        _uploads.notify_all()
+_uploading = _ByteLimit(96 << 20)
+"""The bytes that are being uploaded. They do not count as buffers of the budget."""
+EARLY = _ByteLimit(64 << 20)
+"""The bytes that wait in memory for the bytes in front of them in their files."""
 
 
 class _Early:
     """Keeps bytes of a file that are written before the bytes in front of them. If those of all files of this process
-    are more than ``EARLY_BYTES_MAX``, further ones are in a temporary file. One thread at a time uses an object."""
+    are more than ``EARLY`` allows, further ones are in a temporary file. One thread at a time uses an object."""
 
     def __init__(self) -> None:
         self._in_memory: dict[int, bytes] = {}
@@ -83,7 +78,7 @@ class _Early:
     def keep(self, offset: int, data: memoryview) -> None:
         """Keeps bytes that begin at the byte ``offset`` of the file. Raises StorageError, which names the directory of
         the temporary file."""
-        if _count(len(data)):
+        if EARLY.take(len(data)):
             self._in_memory[offset] = bytes(data)
             return
         try:
@@ -100,7 +95,7 @@ class _Early:
         """Returns the bytes that begin at the byte ``offset`` of the file, and forgets them, or None if it has none.
         Raises StorageError."""
         if (data := self._in_memory.pop(offset, None)) is not None:
-            _count(-len(data))
+            EARLY.give_back(len(data))
             return data
         if offset not in self._in_file:
             return None
@@ -114,7 +109,7 @@ class _Early:
 
     def clear(self) -> None:
         """Forgets all bytes, and removes the temporary file."""
-        _count(-sum(map(len, self._in_memory.values())))
+        EARLY.give_back(sum(map(len, self._in_memory.values())))
         self._in_memory.clear()
         self._in_file.clear()
         if self._file is not None:
@@ -177,8 +172,12 @@ class ObjectWriter:
                 self._file = self._store.call(
                     "open_writer", self._path, buffer_size=self._part_bytes, max_concurrency=PARTS_IN_FLIGHT
                 )
-            _begin(part)
-            self._file.write(part)
+            _uploading.wait_and_take(part.nbytes)
+            finalize(part, _uploading.give_back, part.nbytes).atexit = False
+            try:
+                self._file.write(part)
+            finally:
+                del part  # Only obstore refers to it from here on, and no error does, for which others would wait.
 
     def sync(self) -> None:
         assert not self._early, "every byte of the file was written"
