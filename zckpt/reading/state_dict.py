@@ -75,6 +75,9 @@ class Values(Mapping[str, Any]):
     def __iter__(self) -> Iterator[str]:
         return iter({**self._common, **self._ranks})
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._common or name in self._ranks  # Mapping's own method would read the value.
+
     def __len__(self) -> int:
         return len({**self._common, **self._ranks})
 
@@ -126,12 +129,10 @@ def plan_load(checkpoint: Checkpoint, state_dict: Mapping[Any, Any], *, strict: 
     """Plans what is read into a state dict. ``strict``: whether the checkpoint has to have all of its leaves. Raises
     MismatchError, which lists what does not fit, and the errors of ``leaves_of``."""
     leaves, infos, values = leaves_of(state_dict), tensors_by_name(checkpoint), Values(checkpoint)
-    plan = LoadPlan(
-        [], {}, [name for name, leaf in leaves.items() if name not in (infos if leaf.is_tensor else values)]
-    )
-    problems = []
+    plan, problems = LoadPlan([], {}, []), []
     for name, leaf in leaves.items():
-        if name in plan.left:
+        if name not in (infos if leaf.is_tensor else values):
+            plan.left.append(name)
             problems += [_why_missing(name, leaf, infos, values)] if strict else []
         elif not leaf.is_tensor:
             plan.values[name] = leaf
@@ -166,7 +167,8 @@ def check_fits(name: str, info: TensorInfo, tensor: torch.Tensor) -> None:
 def _why_missing(name: str, leaf: Leaf, infos: Collection[str], values: Collection[str]) -> str:
     kinds = "a tensor", "a plain value"
     here, there = kinds if leaf.is_tensor else reversed(kinds)
-    return f"{name} is {here} here, {there} in the checkpoint" if name in {*infos, *values} else f"missing: {name}"
+    is_there = name in infos or name in values
+    return f"{name} is {here} here, {there} in the checkpoint" if is_there else f"missing: {name}"
 
 
 def _hint(leaves: Mapping[str, Leaf], left: Collection[str], infos: Collection[str]) -> str | None:
