@@ -165,7 +165,7 @@ def test_reads_in_another_order_are_planned_in_batches(written: Written) -> None
 
 
 def test_ranges_with_long_gaps_between_them_are_planned_in_batches(tmp_path: Path) -> None:
-    """With digests, the blocks between them are read whole, and one row of a plan has all of them."""
+    """Without digests, each range is read by itself. With digests, whole blocks are read, in one plan."""
     values = [torch.randn(8, 1 << 16) for _ in range(3)]
     fragments = [fragment("master", f"w{n}", value, 0, value.numel()) for n, value in enumerate(values)]
     write_fragments(str(tmp_path / "c"), [fragments], catalog.SaveMetadata(1, 4096, {}, b"\xc0", {}))

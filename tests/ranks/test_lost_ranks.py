@@ -255,6 +255,24 @@ def test_a_rank_of_a_tree_that_is_gone_is_named_by_every_other_rank(
     assert named == [None if rank == who else who for rank in range(7)], outcomes
 
 
+def die_before_the_first_sign() -> int | None:
+    """Rank 4 of a tree dies after it has come, and before it has shown that it runs."""
+    give_up_after(4)
+    torch.distributed.barrier()
+    if os.environ["RANK"] == "4":
+        life.Lives._show = lambda lives: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign, assignment]
+    with mock.patch.object(tree, "FAN_OUT", 2), pytest.raises(zckpt.RankError) as caught:
+        Ranks()
+    time.sleep(5)  # Rank 0 has the store, by which the other ranks hear of it.
+    return caught.value.rank
+
+
+@pytest.mark.matrix
+def test_a_rank_that_dies_before_its_first_sign_of_life_is_named(cluster: Cluster) -> None:
+    outcomes = cluster.outcomes(die_before_the_first_sign, 7)
+    assert [outcome.value for outcome in outcomes] == [None if rank == 4 else 4 for rank in range(7)]
+
+
 def repeated(count: int, values: list[int]) -> tuple[str, dict[int, list[int]]]:
     return "common", {value: [value] * count for value in values if value}
 
