@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from deepspeed.runtime.zero.config import ZeroStageEnum
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import zckpt
-from tests.support.deepspeed_folders import kinds
+from tests.support.deepspeed_folders import OPTIMIZER, kinds, make_folder, zero_state
 from tests.support.states import write_state
 from zckpt.errors import FormatError, StorageError
 
@@ -151,3 +152,17 @@ def test_any_value_of_a_checkpoint_that_becomes_a_folder_may_be_wrong(tmp_path: 
         except BaseException as error:
             error.add_note(f"{way} was {other!r}")
             raise
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_stage_that_is_saved_by_its_number_or_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_name: bool
+) -> None:
+    def reduced(stage: ZeroStageEnum, protocol: object) -> tuple[object, ...]:
+        """Pickles an enum as Python 3.11.0 to 3.11.3 do, or as all others do."""
+        return (getattr, (type(stage), stage.name)) if by_name else (type(stage), (stage.value,))
+
+    monkeypatch.setattr(ZeroStageEnum, "__reduce_ex__", reduced)
+    source = make_folder(tmp_path / "source")
+    torch.save(zero_state(zero_stage=ZeroStageEnum.optimizer_states), source / f"bf16_{OPTIMIZER}")
+    assert zckpt.convert(source, tmp_path / "made").found_format == "DeepSpeed checkpoint, ZeRO stage 1"

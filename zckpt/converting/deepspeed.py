@@ -49,6 +49,8 @@ _OPTIMIZER = "the class of the optimizer: zckpt.restore does not check it"
 _SCALER = "the values of the loss scaler that DeepSpeed does not save: zckpt.restore leaves those of the engine"
 _HIDDEN = "the hidden state of DeepSpeed's Adam for the CPU: zckpt.restore computes it from the number of steps"
 _BUFFERS = "the buffers of all ranks but the first, if their values differ"
+_STAGES = ("disabled", "optimizer_states", "gradients", "weights")
+"""The names of the ZeRO stages in DeepSpeed's ``ZeroStageEnum``, in the order of their numbers."""
 
 
 def read_deepspeed(path: str) -> Source:
@@ -482,10 +484,12 @@ class _Reader:
         if self._folder.partitions_weights:
             return 3
         if self._folder.universal:
-            return _number(self._universal.get("zero_stage"), 1)
+            return _stage_number(self._universal.get("zero_stage"), 1)
         if self._zero is None:
             return 0
-        return _number(self._zero.get("zero_stage"), 1)  # BF16_Optimizer has stage 1, but does not save this number.
+        return _stage_number(
+            self._zero.get("zero_stage"), 1
+        )  # BF16_Optimizer has stage 1, but does not save this number.
 
     def _groups(self, saved: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Returns the param groups of the optimizer. ``saved``: what was saved of the optimizer of a rank."""
@@ -548,6 +552,10 @@ def _elements(local: LocalTensor, fragment: Fragment) -> str:
     return fragment.key if whole else f"{fragment.key} from element {local.span.start} on"
 
 
-def _number(value: Any, default: int) -> int:
-    """Returns the number of a member of one of DeepSpeed's enums, or ``default`` if ``value`` has no number."""
-    return next((item for item in (*getattr(value, "args", ()), value) if type(item) is int), default)
+def _stage_number(value: Any, default: int) -> int:
+    """Returns the number of a ZeRO stage, which is that number or a member of DeepSpeed's ``ZeroStageEnum``, which has
+    been saved by its number or by its name. Returns ``default`` if ``value`` is something else."""
+    saved = next(iter(getattr(value, "args", ())), value)
+    if type(saved) is str and saved in _STAGES:
+        return _STAGES.index(saved)
+    return saved if type(saved) is int else default

@@ -411,7 +411,7 @@ class _Unpickler(pickle._Unpickler):
             "torch._utils._rebuild_parameter": _data, "torch._utils._rebuild_parameter_with_state": _data,
             "torch._utils._rebuild_device_tensor_from_cpu_tensor": _data,
             "torch._tensor._rebuild_from_type_v2": self._with_name, "_codecs.encode": _encoded, "numpy.dtype": _Dtype,
-            "torch.serialization._get_layout": _data,
+            "torch.serialization._get_layout": _data, "builtins.getattr": _member, "__builtin__.getattr": _member,
             "builtins.bytes": _no_bytes, "__builtin__.bytes": _no_bytes,
             # Its first argument is a class that is not known here, so the error names that class.
             "torch._utils._rebuild_wrapper_subclass": lambda *_: None,
@@ -740,6 +740,13 @@ def _set_array(array: np.ndarray[Any, Any], state: Any) -> int:
 def _no_bytes() -> bytes:
     """Returns what Python pickles as a call if the pickle has protocol 2 or lower."""
     return b""
+
+
+def _member(kind: object, name: object) -> Inert:
+    """Returns a member of an enum, which Python 3.11.0 to 3.11.3 pickle as a call of ``getattr``."""
+    if not isinstance(kind, type) or not issubclass(kind, Inert) or type(name) is not str:
+        raise TypeError("an attribute of something that is not an enum")
+    return kind(name)
 
 
 def _encoded(text: object, encoding: object) -> bytes:
