@@ -484,12 +484,10 @@ class _Reader:
         if self._folder.partitions_weights:
             return 3
         if self._folder.universal:
-            return _stage_number(self._universal.get("zero_stage"), 1)
+            return _stage_number(self._universal.get("zero_stage"))
         if self._zero is None:
             return 0
-        return _stage_number(
-            self._zero.get("zero_stage"), 1
-        )  # BF16_Optimizer has stage 1, but does not save this number.
+        return _stage_number(self._zero.get("zero_stage"))
 
     def _groups(self, saved: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Returns the param groups of the optimizer. ``saved``: what was saved of the optimizer of a rank."""
@@ -552,10 +550,11 @@ def _elements(local: LocalTensor, fragment: Fragment) -> str:
     return fragment.key if whole else f"{fragment.key} from element {local.span.start} on"
 
 
-def _stage_number(value: Any, default: int) -> int:
+def _stage_number(value: Any) -> int:
     """Returns the number of a ZeRO stage, which is that number or a member of DeepSpeed's ``ZeroStageEnum``, which has
-    been saved by its number or by its name. Returns ``default`` if ``value`` is something else."""
+    been saved by its number or by its name. Returns 1 if ``value`` is something else, because only the
+    ``BF16_Optimizer``, whose stage is 1, does not save its stage."""
     saved = next(iter(getattr(value, "args", ())), value)
     if type(saved) is str and saved in _STAGES:
         return _STAGES.index(saved)
-    return saved if type(saved) is int else default
+    return saved if type(saved) is int else 1
