@@ -38,7 +38,7 @@ def group_of(alltoall_base: Any) -> Group:
     """Returns a group of one rank whose exchanges are those of the function ``alltoall_base``."""
     lives: Any = SimpleNamespace(period=1, lost=lambda error: error, check=lambda: None)
     gloo: Any = SimpleNamespace(alltoall_base=alltoall_base)
-    return Group(0, 1, lambda _: (gloo, None), lives)  # type: ignore[arg-type, return-value]
+    return Group(0, 1, lambda _: gloo, lives)
 
 
 NOTHING = torch.zeros(0, dtype=torch.uint8)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import os
 import sys
 from contextlib import nullcontext
 from functools import partial
@@ -14,6 +13,7 @@ import msgpack
 from zckpt import errors
 from zckpt.errors import RankError, ZckptError
 from zckpt.ranks.interrupts import Interrupts
+from zckpt.ranks.job import is_of_parent, job
 from zckpt.ranks.tree import Answer, StepReport, children, for_branches, joined
 
 if TYPE_CHECKING:
@@ -32,31 +32,12 @@ E = TypeVar("E")
 CALLS, BACKGROUND, UPLOADS, FILES = "calls", "background", "uploads", "files"
 """The channels of messages between ranks. Each has a group of its own."""
 
-_job_of_parent: object = None
-"""In a forked process, the default process group that its parent had."""
-
-
-def job() -> object:
-    """Returns the default process group of the job, or None if there is none. A process that has not imported torch has
-    none, and need not wait for torch to be imported."""
-    distributed: Any = sys.modules.get("torch.distributed")
-    return distributed.group.WORLD if distributed is not None and distributed.is_available() else None
-
-
-def _note_job_of_parent() -> None:
-    global _job_of_parent  # noqa: PLW0603  a fork has no other way to tell
-    _job_of_parent = job()
-
 
 @atexit.register  # here, and not in the module of the groups, so that it is called after the end of all writes
 def _close_groups() -> None:
     """Ends the threads of all groups while the interpreter still runs, because later they could abort the process."""
     if "zckpt.ranks.groups" in sys.modules:
         sys.modules["zckpt.ranks.groups"].close_all()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_note_job_of_parent)
 
 
 class Ranks:
@@ -75,11 +56,9 @@ class Ranks:
     ) -> None:
         members: tuple[int, ...] = (0,)
         number = 0
-        if job() is not None:
-            import torch.distributed as dist
-
-            members = tuple(range(dist.get_world_size()) if group is None else dist.get_process_group_ranks(group))
-            number = dist.get_rank()
+        here = job()
+        if here is not None:
+            members, number = here.members(group), here.rank
         self._connect(members, number, channel, call)
 
     def _connect(self, members: tuple[int, ...], number: int, channel: str, call: str) -> None:
@@ -92,14 +71,15 @@ class Ranks:
         self._group: Group | None = None
         if self.size == 1:
             return
-        if self._job is _job_of_parent:
+        assert self._job is not None, "a group of several ranks belongs to a job"
+        if is_of_parent(self._job):
             raise RankError(
                 "this process was forked from a rank of the job, and is no rank itself",
                 hint=f"call {call} in the processes that the launcher has started",
             )
         from zckpt.ranks.groups import group_of
 
-        self._group = group_of(members, self.rank, channel, call)
+        self._group = group_of(self._job, members, self.rank, channel, call)
 
     def foreground(self, call: str) -> Ranks:
         """The same ranks, for calls at the time when the background uses its own group. If the training has destroyed
@@ -112,7 +92,7 @@ class Ranks:
     @property
     def job_is_over(self) -> bool:
         """Whether the training has destroyed its process groups."""
-        return self._job is not job()
+        return job() is not None if self._job is None else self._job.is_over
 
     @property
     def lost(self) -> bool:
@@ -148,7 +128,8 @@ class Ranks:
 
             if not isinstance(error, RankError):  # The next messages would be taken for those of this step.
                 group.lives.give_up_self(f"has left this call ({type(error).__name__})")
-            forget(self.members, self._channel)
+            assert self._job is not None, "there is a group"
+            forget(self._job, self.members, self._channel)
             raise
 
     def interruptible(self) -> AbstractContextManager[None]:

@@ -10,28 +10,23 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
-
 from zckpt.errors import OPEN_FILES_HINT, RankError
-from zckpt.ranks.collectives import job
 from zckpt.ranks.family import Family
-from zckpt.ranks.heartbeat import PERIOD_SECONDS, Lives, meet, timeout_seconds
+from zckpt.ranks.heartbeat import Lives, meet, timeout_seconds
+from zckpt.ranks.job import jobs
 from zckpt.ranks.tree import children, family, parent
 from zckpt.system.threads import Watcher
 
 if TYPE_CHECKING:
-    import threading
     from collections.abc import Callable, Sequence
 
     import torch
-    from torch._C._distributed_c10d import Store
+    import torch.distributed as dist
+
+    from zckpt.ranks.job import Job
 
 if sys.platform != "win32":  # Windows has no such limits
     import resource
-
-_FOREVER = timedelta(days=365)
-"""The timeout of gloo once all ranks have connected. Gloo cannot tell a slow rank from one that hangs, so zckpt looks
-at signs of life instead (``heartbeat``)."""
 
 _INTERFACE = (
     "set GLOO_SOCKET_IFNAME, on every machine, to the network interface (`ip addr`) by which the machines reach each "
@@ -47,10 +42,6 @@ _LIMITS = {
 }
 """Maps what the system says when ranks cannot connect to a hint that says what to do."""
 
-_groups: dict[tuple[tuple[int, ...], str], tuple[object, Group]] = {}
-"""The groups that were made, by the ranks in them and by their channels. With each group goes the
-default process group of the job for which it was made."""
-
 
 class Group:
     """A group of ranks that exchange messages along a tree (``tree``), in one thread at a time. For this, a rank is in
@@ -60,14 +51,11 @@ class Group:
 
     ``connect(ranks)`` makes a group of gloo of the given ranks. All of them call it at the same time."""
 
-    def __init__(
-        self, rank: int, size: int, connect: Callable[[Sequence[int]], tuple[Any, _Addresses]], lives: Lives
-    ) -> None:
+    def __init__(self, rank: int, size: int, connect: Callable[[Sequence[int]], Any], lives: Lives) -> None:
         self.lives, self._connect, self._all = lives, connect, range(size)
         self.closed = False
-        self._gloo: dict[tuple[int, int], tuple[Any, _Addresses]] = {}
-        """The groups of gloo, by the first rank of each and the number of its ranks. With TORCH_GLOO_LAZY_INIT=1, gloo
-        connects only when a message is sent, and needs the addresses then."""
+        self._gloo: dict[tuple[int, int], Any] = {}
+        """The groups of gloo, by the first rank of each and the number of its ranks."""
         self._works: deque[dist.Work] = deque(maxlen=2)
         """The last exchanges. A thread of gloo gives up its reference to an exchange some time after its end. If that
         were the last one, this thread would need the interpreter to free the tensors. If the interpreter is ending at
@@ -103,7 +91,7 @@ class Group:
         key = ranks[0], len(ranks)
         if key not in self._gloo:
             self._gloo[key] = self._connect(ranks)
-        return self._gloo[key][0]
+        return self._gloo[key]
 
     def wait(self, work: dist.Work) -> None:
         """Waits until ``work`` has ended, and looks in between whether all ranks are alive. Raises RankError."""
@@ -135,90 +123,65 @@ class Group:
 
 
 def close_all() -> None:
-    """Ends the threads of all groups."""
-    while _groups:
-        _groups.popitem()[1][1].close()
+    """Ends the threads of all groups of this process."""
+    for each in jobs():
+        close_groups(each)
+
+
+def close_groups(of: Job) -> None:
+    """Ends the threads of the groups of a job."""
+    while of.groups:
+        of.groups.popitem()[1].close()
 
 
 def _leave_groups_to_parent() -> None:
     """Is called in a forked process, which has none of the threads of its parent."""
-    global _groups  # noqa: PLW0603
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(_groups))  # To destroy the groups would wait for their threads.
-    _groups = {}
+    for each in jobs():
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(each.groups))  # To destroy them would wait for their threads.
+        each.groups = {}
 
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_leave_groups_to_parent)
 
 
-def group_of(members: tuple[int, ...], rank: int, channel: str, call: str) -> Group:
-    """Returns the group of these ranks. It is made once for each process and job, because all ranks have to make it
-    together. After a rank was lost, it is made anew."""
-    world = job()
-    for stale in [key for key, (made_for, _) in list(_groups.items()) if made_for is not world]:
-        if stale[1] == channel:  # A write in the background may still use a group of a world that is gone.
-            _groups.pop(stale)[1].close()
-    known = _groups.get((members, channel))
-    if known is None:
-        store = dist.distributed_c10d._get_default_store()
-        name = meet(store, f"{members}{channel}", rank, members, call)
+def group_of(here: Job, members: tuple[int, ...], rank: int, channel: str, call: str) -> Group:
+    """Returns the group of these ranks of the job. It is made once for each process and job, because all ranks have to
+    make it together. After a rank was lost, it is made anew."""
+    for earlier in [each for each in jobs() if each.is_over]:
+        for key in [key for key in earlier.groups if key[1] == channel]:
+            earlier.groups.pop(key).close()  # A write in the background may still use another channel.
+    if (members, channel) not in here.groups:
+        store = here.store
+        name = meet(store, channel, rank, members, call)
         lives = Lives(store, name, rank, members)
         try:
             with lives.shown("connect", call), lives.waiting():
-                connect = partial(_connected, store, f"zckpt/{name}/gloo", rank, members, lives)
+                connect = partial(_connected, here, f"zckpt/{name}/gloo", rank, members, lives)
                 group = Group(rank, len(members), connect, lives)
         except BaseException:
             lives.close()
             raise
-        known = _groups[members, channel] = world, group
-    return known[1]
+        here.groups[members, channel] = group
+    return here.groups[members, channel]
 
 
-def forget(members: tuple[int, ...], channel: str) -> None:
+def forget(of: Job, members: tuple[int, ...], channel: str) -> None:
     """Closes the group of these ranks, of which one was lost."""
-    _groups.pop((members, channel))[1].close()
+    of.groups.pop((members, channel)).close()
 
 
-class _Addresses(dist.Store if dist.is_available() else object):  # type: ignore[misc]
-    """The store by which the ranks tell each other their addresses. A wait for the address of another rank ends with an
-    error once ``closed`` is set."""
-
-    def __init__(self, store: Store, closed: threading.Event) -> None:
-        super().__init__()
-        self._store, self._closed = store, closed
-
-    def set(self, key: str, value: bytes) -> None:
-        self._store.set(key, value)  # type: ignore[arg-type]
-
-    def get(self, key: str) -> bytes:
-        return self._store.get(key)
-
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        pause = 0.001
-        while not self._store.check(keys):
-            if self._closed.wait(pause):
-                raise RuntimeError("the wait was given up")
-            pause = min(2 * pause, PERIOD_SECONDS / 4)
-
-
-def _connected(
-    store: Store, name: str, rank: int, members: tuple[int, ...], lives: Lives, ranks: Sequence[int]
-) -> tuple[dist.ProcessGroupGloo, _Addresses]:
+def _connected(here: Job, name: str, rank: int, members: tuple[int, ...], lives: Lives, ranks: Sequence[int]) -> Any:
     """Returns a new group of gloo. A thread makes it, so that nobody has to wait for a rank that cannot connect.
     ``ranks``: the ranks of the group, by their numbers among the ``members``."""
-    made: list[tuple[dist.ProcessGroupGloo, _Addresses]] = []
+    made: list[Any] = []
     errors: list[Exception] = []
 
     def connect() -> None:
         try:
-            # While a thread waits on a store, no other thread can use it.
-            own_store = store.clone() if hasattr(store, "clone") else store
-            prefix = dist.distributed_c10d.PrefixStore(f"{name}/{ranks[0]}-{len(ranks)}", own_store)
-            addresses = _Addresses(prefix, watcher.closed)
             timeout = timedelta(seconds=timeout_seconds())
-            gloo = dist.ProcessGroupGloo(addresses, ranks.index(rank), len(ranks), timeout)
-            gloo._set_default_timeout(_FOREVER)
-            made.append((gloo, addresses))
+            unique = f"{name}/{ranks[0]}-{len(ranks)}"
+            made.append(here.connect(unique, ranks.index(rank), len(ranks), timeout, watcher.closed))
         except Exception as error:  # raised again below
             errors.append(error)
 

@@ -7,6 +7,7 @@ inside, and how many steps it has taken. While a rank waits for other ranks, it 
 
 from __future__ import annotations
 
+import hashlib
 import os
 import secrets
 import sys
@@ -44,8 +45,8 @@ LOST_PERIODS = 3
 """Once a connection is lost, a rank that has not shown that it runs for this many periods is taken for dead."""
 
 DOUBT_PERIODS = 10
-"""As long as several ranks seem to have died, there is another look after each period, up to this many. A machine may
-be so busy that a rank which is alive shows nothing for a while."""
+"""As long as none or several of the watched ranks seem to have died, there is another look after each period, up to
+this many. A machine may be so busy that a rank which is alive shows nothing for a while."""
 
 _STORE_IS_GONE = "has died, or the process that holds the job's store has died"
 
@@ -76,51 +77,56 @@ def _using_the_store() -> Iterator[None]:
         raise RankError(f"rank 0 {_STORE_IS_GONE}", rank=0) from error
 
 
-def meet(store: Store, about: str, rank: int, members: Sequence[int], call: str) -> str:
+def meet(store: Store, channel: str, rank: int, members: Sequence[int], call: str) -> str:
     """Waits until all ranks of a group have come. Returns a name that no group has had before, the same on all ranks.
     All ranks call it.
 
-    ``about`` says which group it is and what it is for. ``members`` has the numbers of its ranks in the job. ``call``
-    is the function that all of them have to call.
+    ``channel`` says what the group is for. ``members`` has the numbers of its ranks in the job. ``call`` is the
+    function that all of them have to call.
 
     Every rank stores a random word under its own key. The first rank removes these words and answers each rank. So a
     word that a rank left when it gave up does no harm, and ranks may meet any number of times.
     """
     timeout, word, name = timeout_seconds(), secrets.token_hex(8), secrets.token_hex(8)
-    words = [f"zckpt/{about}/word/{other}" for other in members]
-    answers = f"zckpt/{about}/answer"
+    group = hashlib.sha256(repr([*members]).encode()).hexdigest()[:16]  # a list of all ranks would be a long key
+    about = f"zckpt/{group}{channel}"
+
+    def key_of(other: int) -> str:
+        return f"{about}/word/{other}"
+
+    def missing_ranks() -> list[int]:
+        return [other for other in members if not store.check([key_of(other)])]
 
     def late() -> None:
-        missing = [other for other, key in zip(members, words, strict=True) if not store.check([key])]
-        if missing and _is_to_say(rank, lambda other: store.check([words[other]])):
-            _say_late(members[rank], missing, call, "begin", timeout)
+        if _is_to_say(rank, lambda other: store.check([key_of(members[other])])):
+            missing = missing_ranks()
+            if missing:
+                _say_late(members[rank], missing, call, "begin", timeout)
 
     with _using_the_store():
-        store.set(words[rank], word)
+        store.set(key_of(members[rank]), word)
         if rank:
-            if _await(store, [f"{answers}/{word}"], timeout + GRACE_SECONDS, late):
-                ok, _, text = store.get(f"{answers}/{word}").decode().partition(" ")
-                store.delete_key(f"{answers}/{word}")
+            own_answer = f"{about}/answer/{word}"
+            if _await(store, [own_answer], timeout + GRACE_SECONDS, late):
+                ok, _, text = store.get(own_answer).decode().partition(" ")
+                store.delete_key(own_answer)
                 if ok == "name":
                     return text
-                missing = int(text)
+                gone = int(text)
             else:
-                missing = next((m for m, key in zip(members, words, strict=True) if not store.check([key])), members[0])
-                store.delete_key(words[rank])
+                gone = next((other for other in members if not store.check([key_of(other)])), members[0])
+                store.delete_key(key_of(members[rank]))
         else:
-            here = [True] * len(members)
-            if not _await(store, words, timeout, late):
-                here = [store.check([key]) for key in words]
-            missing = next((m for m, came in zip(members, here, strict=True) if not came), -1)
-            answer = f"name {name}" if missing < 0 else f"missing {missing}"
-            for key, came in zip(words, here, strict=True):
-                if came:
-                    if key != words[rank]:
-                        store.set(f"{answers}/{store.get(key).decode()}", answer)
-                    store.delete_key(key)
-            if missing < 0:
+            missing = [] if _await(store, [*map(key_of, members)], timeout, late) else missing_ranks()
+            answer = f"missing {missing[0]}" if missing else f"name {name}"
+            for other in {*members} - {*missing}:
+                if other != members[rank]:
+                    store.set(f"{about}/answer/{store.get(key_of(other)).decode()}", answer)
+                store.delete_key(key_of(other))
+            if not missing:
                 return name
-    raise RankError(f"rank {missing} has not come for {timeout} s: every rank must call {call}", rank=missing)
+            gone = missing[0]
+    raise RankError(f"rank {gone} has not come for {timeout} s: every rank must call {call}", rank=gone)
 
 
 def _await(
@@ -175,8 +181,8 @@ class Lives:
         self._store, self._rank, self._members = store, rank, members
         self._timeout = timeout_seconds()
         self.period = min(PERIOD_SECONDS, self._timeout / 4)
-        self._keys = [f"zckpt/{name}/{other}" for other in range(len(members))]
-        self._verdict_key = f"zckpt/{name}/gone"
+        self._name = f"zckpt/{name}"
+        self._verdict_key = f"{self._name}/gone"
         self._watched = neighbors(rank, len(members))
         self._beats = 0
         self._waits = False
@@ -212,7 +218,7 @@ class Lives:
             self._hear_verdict()
             self.check()
 
-        keys = {rank: self._keys[rank] for rank in self._watched}
+        keys = {rank: self._key(rank) for rank in self._watched}
         if not _await(self._store, [*keys.values()], self._timeout, meanwhile=meanwhile):
             missing = next((rank for rank, key in keys.items() if not self._store.check([key])), self._watched[0])
             self._give_up(missing, f"has not come for {self._timeout} s", tell=True)
@@ -274,11 +280,14 @@ class Lives:
         self._watcher.close(self.period)
 
     def _show(self) -> None:
-        self._store.set(self._keys[self._rank], f"{int(self._here)} {self._beats} {_steps}")
+        self._store.set(self._key(self._rank), f"{int(self._here)} {self._beats} {_steps}")
+
+    def _key(self, rank: int) -> str:
+        return f"{self._name}/{rank}"
 
     def _entries(self, ranks: Sequence[int]) -> dict[int, list[str]]:
         """Returns the entries of these ranks, with one question to the store if it can answer several at once."""
-        keys = [self._keys[rank] for rank in ranks]
+        keys = [*map(self._key, ranks)]
         at_once = self._store.has_extended_api()  # type: ignore[attr-defined]
         entries = self._store.multi_get(keys) if at_once else map(self._store.get, keys)
         return {rank: entry.decode().split() for rank, entry in zip(ranks, entries, strict=True)}
@@ -331,22 +340,21 @@ class Lives:
             raise RankError(f"rank {rank} {why}; the ranks were to {self._doing or 'begin'}", rank=rank)
 
     def lost(self, error: Exception) -> RankError:
-        """Returns the error for a lost connection to another rank. It names the rank if that can be found out."""
+        """Returns the error for a lost connection to another rank. It names the rank if that can be found out. Each
+        rank looks at the ranks that it watches only, and hears from the others which of theirs has died."""
         try:
             with _using_the_store():
-                before = self._entries([rank for rank in range(len(self._keys)) if rank != self._rank])
+                before = self._entries(self._watched)
                 silent = [rank for rank, entry in before.items() if entry[0] == "1"]
                 for period in range(DOUBT_PERIODS):
-                    if period >= LOST_PERIODS and len(silent) < 2:
+                    if period >= LOST_PERIODS and len(silent) == 1:
                         break
                     time.sleep(self.period)
                     self._look()
                     self.check()
                     silent = [rank for rank, entry in self._entries(silent).items() if entry == before[rank]]
                 if silent:
-                    # The connection that is lost is most probably one to a parent or a child.
-                    dead = next((rank for rank in silent if rank in self._watched), silent[0])
-                    self._give_up(dead, "has died", tell=True)
+                    self._give_up(silent[0], "has died", tell=True)
                     self.check()
         except RankError as known_error:
             return known_error
