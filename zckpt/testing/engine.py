@@ -6,12 +6,14 @@ import math
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 
+from zckpt.ranks.job import job
 from zckpt.state.inventory import BUFFER, MASTER, PARAM
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
+
+    import torch.distributed as dist
 
 SHAPES = {
     "embedding": (7, 63),
@@ -52,9 +54,10 @@ class ReferenceEngine:
         ``dtype`` is the dtype of the weights with which a model computes. Masters and moments are float32. ``seed``
         decides all values. ``group`` has the ranks that train together. None stands for all ranks of
         ``torch.distributed``, or for this process alone."""
-        distributed = dist.is_available() and dist.is_initialized()
         self.group = group
-        self.rank, self.ranks = (dist.get_rank(group), dist.get_world_size(group)) if distributed else (0, 1)
+        here = job()
+        members = (0,) if here is None else here.members(group)
+        self.rank, self.ranks = 0 if here is None else members.index(here.rank), len(members)
         self.device = torch.empty(0, device=device).device
         """The device, with its index."""
         self.shapes = {name: tuple(shape) for name, shape in shapes.items()}
