@@ -48,6 +48,10 @@ DOUBT_PERIODS = 10
 """As long as none or several of the watched ranks seem to have died, there is another look after each period, up to
 this many. A machine may be so busy that a rank which is alive shows nothing for a while."""
 
+_OUTSIDE, _INSIDE, _LEFT = "0", "1", "2"
+"""The first word of the entry of a rank: it is outside or inside of a call of zckpt, or has given up the group, mostly
+because its process ends."""
+
 _STORE_IS_GONE = "has died, or the process that holds the job's store has died"
 
 _steps = 0
@@ -183,6 +187,8 @@ class Lives:
         self.period = min(PERIOD_SECONDS, self._timeout / 4)
         self._name = f"zckpt/{name}"
         self._verdict_key = f"{self._name}/gone"
+        self._heard_key = f"{self._name}/heard"
+        """Counts the ranks that have heard which rank is gone."""
         self._watched = neighbors(rank, len(members))
         self._beats = 0
         self._waits = False
@@ -202,6 +208,8 @@ class Lives:
         self._here = False
         """Whether this rank's entry in the store says that it is inside a call of zckpt."""
         self._lock = threading.Lock()
+        self._told = False
+        self._telling = threading.Lock()
         with _using_the_store():
             self._show()
             self._await_neighbors()
@@ -269,8 +277,7 @@ class Lives:
                     if self._waits and not self._said:
                         self._say_who_is_late()
             with self._lock:  # This rank will show no more signs of life, and has not died.
-                self._here = False
-                self._show()
+                self._show(_LEFT)
         except RuntimeError:
             self._store_gone = time.monotonic()
 
@@ -278,9 +285,20 @@ class Lives:
         """Ends the thread, and waits for its end, but no longer than a period. It has to be called when the group is
         given up."""
         self._watcher.close(self.period)
+        if self._verdict is not None and self._members[self._rank] == 0:
+            with suppress(RuntimeError):
+                self._wait_until_heard()
 
-    def _show(self) -> None:
-        self._store.set(self._key(self._rank), f"{int(self._here)} {self._beats} {_steps}")
+    def _wait_until_heard(self) -> None:
+        """Waits until all other ranks have heard which rank is gone, but no longer than ``LOST_PERIODS``. The process
+        of rank 0 may have the store, from which they hear it, and may end at once after its error."""
+        give_up = time.monotonic() + LOST_PERIODS * self.period
+        while self._store.add(self._heard_key, 0) < len(self._members) - 1 and time.monotonic() < give_up:
+            time.sleep(self.period / 20)
+
+    def _show(self, state: str = "") -> None:
+        state = state or (_INSIDE if self._here else _OUTSIDE)
+        self._store.set(self._key(self._rank), f"{state} {self._beats} {_steps}")
 
     def _key(self, rank: int) -> str:
         return f"{self._name}/{rank}"
@@ -303,6 +321,7 @@ class Lives:
         if self._store.check([self._verdict_key]):
             gone, _, why = self._store.get(self._verdict_key).decode().partition(" ")
             self._verdict = int(gone), why
+            self._count_as_told()
 
     def _say_who_is_late(self) -> None:
         since = time.monotonic() - WAITING_SECONDS
@@ -319,7 +338,7 @@ class Lives:
         if late[-1] > self._rank:
             return True
         earlier = [rank for rank in children(late[0], len(self._members)) if rank < self._rank]
-        return all(entry[0] == "0" for entry in self._entries(earlier).values())
+        return all(entry[0] != _INSIDE for entry in self._entries(earlier).values())
 
     def check(self) -> None:
         """Raises RankError if a watched rank has shown no sign of life for too long, or if another rank says so about
@@ -345,7 +364,7 @@ class Lives:
         try:
             with _using_the_store():
                 before = self._entries(self._watched)
-                silent = [rank for rank, entry in before.items() if entry[0] == "1"]
+                silent = [rank for rank, entry in before.items() if entry[0] == _INSIDE]
                 for period in range(DOUBT_PERIODS):
                     if period >= LOST_PERIODS and len(silent) == 1:
                         break
@@ -353,9 +372,13 @@ class Lives:
                     self._look()
                     self.check()
                     silent = [rank for rank, entry in self._entries(silent).items() if entry == before[rank]]
-                if silent:
-                    self._give_up(silent[0], "has died", tell=True)
-                    self.check()
+                states = {rank: entry[0] for rank, entry in self._entries(self._watched).items()}
+                left, outside = ([rank for rank in states if states[rank] == state] for state in (_LEFT, _OUTSIDE))
+                if silent or len(outside) == 1:
+                    self._give_up((silent or outside)[0], "has died", tell=True)
+                elif left:
+                    self._give_up(left[0], "has ended, or has given up this call", tell=True)
+                self.check()
         except RankError as known_error:
             return known_error
         return RankError(f"lost the connection to another rank: {error}")
@@ -369,3 +392,11 @@ class Lives:
         self._verdict = rank, why
         if tell:
             self._store.set(self._verdict_key, f"{rank} {why}")
+            self._count_as_told()
+
+    def _count_as_told(self) -> None:
+        """Counts this rank, once, among those that know from the store which rank is gone."""
+        with self._telling:
+            if not self._told:
+                self._store.add(self._heard_key, 1)
+                self._told = True

@@ -51,8 +51,8 @@ class Job:
     @property
     def store(self) -> Store:
         """A key-value store that all ranks use. The methods that are called have to do what those of a store of
-        ``torch.distributed`` do: ``set``, ``get``, ``check``, ``delete_key``, ``has_extended_api`` and ``multi_get``.
-        They raise RuntimeError once the store is gone."""
+        ``torch.distributed`` do: ``set``, ``get``, ``add``, ``check``, ``delete_key``, ``has_extended_api`` and
+        ``multi_get``. They raise RuntimeError once the store is gone."""
         import torch.distributed as dist
 
         return dist.distributed_c10d._get_default_store()

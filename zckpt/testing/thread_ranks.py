@@ -74,6 +74,7 @@ class ThreadRanks:
         """The groups of connected ranks, by name."""
         self.values: dict[str, bytes] = {}
         """What is in the store."""
+        self.adding = threading.Lock()
         self.dead: set[int] = set()
         self._alive = threading.Semaphore(0)
         """Is released by each rank that ends or dies."""
@@ -186,6 +187,12 @@ class _Values:
 
     def get(self, key: str) -> bytes:
         return self._values("get")[key]
+
+    def add(self, key: str, amount: int) -> int:
+        with self._ranks.adding:
+            values = self._values("add")
+            values[key] = str(int(values.get(key, b"0")) + amount).encode()
+            return int(values[key])
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         values = self._values("multi_get")

@@ -1,0 +1,50 @@
+"""A lost rank is named by all others, although their processes end at once after the error."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from tests.support.endings import ends
+
+pytestmark = pytest.mark.linux
+
+LOST = """
+import os, signal, sys, time
+import torch.distributed as dist
+import zckpt
+from zckpt.ranks.collectives import Ranks
+
+dist.init_process_group("gloo")
+who, how = int(sys.argv[1]), sys.argv[2]
+own = dist.get_rank() == who
+ranks = Ranks()
+ranks.together(lambda: None, "begin")
+if own and how == "ends":
+    sys.exit()
+if own and how == "dies outside":
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    ranks.together(lambda: os.kill(os.getpid(), signal.SIGKILL) if own else None, "go on")
+except zckpt.RankError as error:
+    print(error.rank, error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("who", "how", "said"),
+    [
+        (2, "dies", "rank 2 has died"),
+        pytest.param(2, "dies outside", "rank 2 has died", marks=pytest.mark.matrix),
+        (1, "ends", "rank 1 has ended"),
+        pytest.param(0, "ends", "rank 0 has died, or the process", marks=pytest.mark.matrix),
+    ],
+)
+def test_ranks_that_end_at_once_name_the_lost_rank(who: int, how: str, said: str) -> None:
+    """The process of rank 0 has the store of the job, by which the ranks hear which one is lost."""
+    for rank, (status, out, errors) in enumerate(ends(LOST, who, how, ranks=4)):
+        if rank == who:
+            assert status == (0 if how == "ends" else -signal.SIGKILL), errors
+        else:
+            assert out.startswith(f"{who} {said}"), (rank, out, errors)
