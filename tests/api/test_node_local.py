@@ -22,6 +22,7 @@ from zckpt.ranks.groups import Group
 from zckpt.restoring.peers import Peers
 from zckpt.storage.local_store import Temporary
 from zckpt.testing import ReferenceEngine
+from zckpt.writing.machines import Machines
 from zckpt.writing.rank_write import RankWrite
 
 if TYPE_CHECKING:
@@ -246,6 +247,15 @@ def write_three(path: str) -> None:
     for step in (1, 2, 3):
         train(engine, 1)
         zckpt.write(engine, f"{path}/step{step}", node_local=True, keep_last=2)
+
+
+def test_a_rank_checks_the_files_of_a_rank_that_sees_the_same_directory_on_another_host_if_there_is_one() -> None:
+    hosts = ["x", "y", "x", "y", "x", "z", "x"]
+    together = Machines.seen([(0, "")] * 7).checked_by(hosts)
+    assert sorted(together) == list(range(7))
+    assert sum(hosts[rank] == hosts[other] for rank, other in enumerate(together)) == 1  # four of seven ranks are on x
+    apart = Machines.seen([(0, ""), (1, ""), (0, ""), (3, ""), (0, ""), (1, ""), (0, "")]).checked_by(hosts)
+    assert apart == [2, 5, 4, 3, 6, 1, 0]
 
 
 def test_ranks_that_share_a_directory_write_one_checkpoint(cluster: Cluster, tmp_path: Path) -> None:

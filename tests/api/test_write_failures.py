@@ -12,7 +12,7 @@ import re
 import resource
 import shutil
 import subprocess
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -36,6 +36,7 @@ from zckpt.format.names import Tier
 from zckpt.state.inventory import FileRange
 from zckpt.storage.local_store import LocalStore
 from zckpt.writing.options import WriteOptions
+from zckpt.writing.rank_write import RankWrite
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -279,6 +280,18 @@ def failure(action: Callable[[], object]) -> tuple[str, str, int | None]:
     return "", "", None
 
 
+def damaging(damage: Callable[[Path], object]) -> Callable[..., bytes]:
+    """Returns a function that writes the files of a rank, and then damages one of them."""
+    write = RankWrite.write_data_files
+
+    def write_and_damage(rank_write: RankWrite, *args: Any) -> bytes:
+        table_digest = write(rank_write, *args)
+        damage(Path(str(rank_write.store.location)) / rank_write.data_files[0].id.path)
+        return table_digest
+
+    return write_and_damage
+
+
 def fail_to_write(directory: str) -> dict[str, Any]:
     """Returns, for each way to fail on this rank, the error of the write and the names that are in the directory
     afterwards."""
@@ -305,6 +318,9 @@ def fail_to_write(directory: str) -> dict[str, Any]:
         broken.start()
     attempt("one rank", f"{directory}/c")
     mock.patch.stopall()
+    for name, damage in (("cut off", lambda file: os.truncate(file, 4097)), ("removed", os.remove)):
+        with mock.patch.object(RankWrite, "write_data_files", damaging(damage)) if rank == 0 else nullcontext():
+            attempt(name, f"{directory}/c")
     losses = train(engine, 1, 1)
     zckpt.write(engine, f"{directory}/c", latest=False)
     failures["valid"] = zckpt.validate(f"{directory}/c").ok
@@ -333,6 +349,8 @@ def failed_writes(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) ->
         ("client state", ("StateError", "RankError"), "client_state.fn: builtin_function_or_method", 0, []),
         ("part", ("ValueError", "ValueError"), "no part exp_abs; it has master, exp_avg, exp_avg_sq", None, []),
         ("one rank", ("RankError", "OSError"), "the disk is on fire", 1, []),
+        ("cut off", ("RankError", "RankError"), "bytes were written, rank 1 sees 4097", 1, []),
+        ("removed", ("RankError", "MissingFileError"), "rank 1 failed to check the files", 1, []),
         ("exists", ("CheckpointExistsError", "RankError"), "already a checkpoint", 0, ["c"]),
         ("overwrite", ("RankError", "OSError"), "rank 1 failed to write: OSError", 1, ["c"]),
     ],

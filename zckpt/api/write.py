@@ -297,7 +297,12 @@ def _finish(prepared: Preparation, ranks: Ranks, upload: Upload | None, snapshot
             lambda all_of: (None, dict.fromkeys(prepared.leaders, all_of)),
             "write",
         )
-        ranks.together(snapshot.check, "write")  # This rank may have been interrupted while it waited for the others.
+
+        def check() -> None:
+            snapshot.check()  # This rank may have been interrupted while it waited for the others.
+            prepared.check_files()
+
+        ranks.together(check, "check the files")
         # Nothing is committed before all leaders have prepared, so no machine shows what another one will not show.
         try:
             ranks.together(lambda: prepared.prepare_commit(digests), "commit", interruptible=False)

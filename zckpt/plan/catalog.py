@@ -20,7 +20,7 @@ from zckpt.format.grids import packed_sections
 from zckpt.format.index import Layout
 from zckpt.format.limits import INDEX_PIECES_MAX
 from zckpt.format.manifest import File, Files, Manifest, Part
-from zckpt.format.names import LINEAGE, MACHINES, Tier
+from zckpt.format.names import LINEAGE, MACHINES, Tier, data_file_path
 from zckpt.format.rules import broken
 from zckpt.geometry import Spans
 from zckpt.state.inventory import MASTER, PARAM
@@ -74,6 +74,10 @@ class RankRecord:
     tensors: tuple[Tensor, ...]
     piece_columns: tuple[PieceColumns, ...]
     files: tuple[FileRecord, ...]
+
+    def paths(self, save_id: str) -> list[tuple[str, int]]:
+        """Returns the path of each data file, relative to the checkpoint's directory, and its length in bytes."""
+        return [(data_file_path(save_id, self.rank, file.part, file.tier), file.nbytes) for file in self.files]
 
 
 def rank_record(rank: int, plans: Iterable[DataFilePlan], digest: bytes = bytes(DIGEST_BYTES)) -> RankRecord:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -39,6 +40,19 @@ class Machines:
     def leads(self, rank: int) -> bool:
         """Returns whether this rank is the leader of its machine."""
         return self.of(rank).ranks[0] == rank
+
+    def checked_by(self, hosts: Sequence[str]) -> list[int]:
+        """Returns for each rank the rank whose files it checks before the commit. That rank sees the same directory.
+        If possible, it is on another host, because a rank that has written a file sees it even if its file server does
+        not have it. ``hosts``: the host of each rank."""
+        checked = list(range(len(hosts)))
+        for machine in self.all:
+            ranks = sorted(machine.ranks, key=lambda rank: (hosts[rank], rank))
+            # No host has more ranks than this. So from any rank, this many ranks further on, another host has begun.
+            step = max(Counter(hosts[rank] for rank in ranks).values()) % len(ranks) or 1
+            for number, rank in enumerate(ranks):
+                checked[rank] = ranks[(number + step) % len(ranks)]
+        return checked
 
     def tree(self) -> list[dict[str, object]]:
         """Returns the value that the tree of a checkpoint holds. It is empty if there is only one machine."""

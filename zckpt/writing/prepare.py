@@ -130,6 +130,19 @@ class Planned(NamedTuple):
     key of the set is the digest of its layout."""
 
 
+class Described(NamedTuple):
+    """What rank 0 tells one rank before it writes."""
+
+    to_check: Sequence[tuple[str, int]]
+    """The data files of another rank, which this rank checks before the commit: their paths and their lengths in
+    bytes."""
+    described: Sequence[bytes] = ()
+    """The manifest without digests, and the index. Only the leaders of machines other than rank 0 get this and
+    ``needed_bytes``."""
+    needed_bytes: int = 0
+    """How many bytes the ranks of the machine write."""
+
+
 class Preparation:
     """The steps by which one rank prepares its ``RankWrite``: ``prepare``, ``plan``, ``begin`` and ``join``. What the
     first three return is sent to rank 0, where ``agree``, ``describe`` and ``of_leaders`` decide what the ranks get for
@@ -208,7 +221,8 @@ class Preparation:
                 holders.setdefault(layout, {})[rank] = values
         differ = {layout: len({*filter(None, held.values())}) > 1 for layout, held in holders.items()}
         numbers = {layout: {rank: number for number, rank in enumerate(held)} for layout, held in holders.items()}
-        hosts = Counter(of_rank.host for of_rank in facts)
+        self._hosts = [of_rank.host for of_rank in facts]
+        hosts = Counter(self._hosts)
         agreed = Agreed(
             self._lock.save_id, self._earlier, run_id_of_next_write(self._engine), client_states_differ,
             any(of_rank.scalars != facts[0].scalars for of_rank in facts), buffers,
@@ -337,10 +351,9 @@ class Preparation:
         """Returns the results of the leaders, by their ranks."""
         return {leader: results[leader] for leader in self.leaders}
 
-    def describe(self, plans_of_ranks: Sequence[Planned]) -> tuple[None, dict[int, tuple[bytes, bytes, int]]]:
-        """On rank 0, makes and checks the manifest and the index. Returns, for each leader but rank 0, both and the
-        bytes that its machine needs. Raises StateError if the optimizers of the ranks differ in a value that is kept
-        once, or replicas in their values."""
+    def describe(self, plans_of_ranks: Sequence[Planned]) -> tuple[None, dict[int, Described]]:
+        """On rank 0, makes and checks the manifest and the index. Returns what each rank gets. Raises StateError if the
+        optimizers of the ranks differ in a value that is kept once, or replicas in their values."""
         plans = [Planned(*values) for values in plans_of_ranks]
         if any(of_rank.scalars for of_rank in plans):
             error = _differing([of_rank.scalars for of_rank in plans])
@@ -355,24 +368,30 @@ class Preparation:
             warn(f"{error.message}: the checkpoint has the values of the first of these ranks")
         self._tell_changes(plans)
         self.write.metadata = replace(self._metadata, machines=self._machines.tree())
-        self.write.describe(catalog.unpack(of_rank.rank_record for of_rank in plans))
-        needed = {
-            machine.ranks[0]: sum(plans[rank].data_bytes - plans[rank].shared_bytes for rank in machine.ranks)
-            + sum(map(len, self.write.described))
-            for machine in self._machines.all
-        }
-        self.write.needed_bytes = needed.pop(self._rank)
-        return None, {leader: (*self.write.described, needed_bytes) for leader, needed_bytes in needed.items()}
+        records = catalog.unpack(of_rank.rank_record for of_rank in plans)
+        self.write.describe(records)
+        checked = self._machines.checked_by(self._hosts)
+        described = {rank: Described(records[other].paths(self.write.save_id)) for rank, other in enumerate(checked)}
+        for leader, *others in (machine.ranks for machine in self._machines.all):
+            data_bytes = sum(plans[rank].data_bytes - plans[rank].shared_bytes for rank in (leader, *others))
+            needed_bytes = data_bytes + sum(map(len, self.write.described))
+            if leader == self._rank:
+                self.write.needed_bytes = needed_bytes
+            else:
+                described[leader] = Described(described[leader].to_check, self.write.described, needed_bytes)
+        return None, described
 
-    def begin(self, described: tuple[bytes, bytes, int] | None) -> Space | None:
-        """On the leader of each machine, takes the lock, and makes the directory of the data. ``described``: what
-        ``describe`` has returned for this rank. Returns the space in bytes that the machine needs and that is free, on
-        leaders only."""
+    def begin(self, described_fields: Sequence[Any] | None) -> Space | None:
+        """On the leader of each machine, takes the lock, and makes the directory of the data. Gets what ``describe``
+        has returned for this rank. Returns the space in bytes that the machine needs and that is free, on leaders
+        only."""
+        assert described_fields is not None, "rank 0 tells every rank what to check"
+        self._described = described = Described(*described_fields)
         note_write(self._engine, self._run_id)
         if not self._machines.leads(self._rank):
             return None
-        if described is not None:
-            manifest, index, self.write.needed_bytes = described
+        if described.described:
+            (manifest, index), self.write.needed_bytes = described.described, described.needed_bytes
             self.write.described = manifest, index
             self._lock = WriteLock(self._store, save_id=self.write.save_id)
         refuse_place(self._store, self.run, latest=self.options.latest)
@@ -413,6 +432,10 @@ class Preparation:
         replaced = {path: said for of_rank in plans for path, said in of_rank.replaced.items()}
         tell(self._engine, "some values come back in a plain form", replaced)
         tell(self._engine, LEFT_OUT, {path: said for of_rank in plans for path, said in of_rank.left_out.items()})
+
+    def check_files(self) -> None:
+        """Checks the files of another rank, as ``RankWrite.check_files`` does."""
+        self.write.check_files(self._described.to_check)
 
     def prepare_commit(self, digests: Sequence[bytes] | None) -> None:
         """On each leader, which has the digests of all ranks, does what ``RankWrite.prepare_commit`` does."""

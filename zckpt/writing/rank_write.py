@@ -41,7 +41,7 @@ from zckpt.writing.removal import clear_for_write, remove
 from zckpt.writing.reuse import SameFile, read_back
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from zckpt.plan.layout import DataFilePlan
     from zckpt.storage.contract import Condition, Prepared, Store
@@ -64,7 +64,8 @@ class RankWrite:
 
     If each machine writes to a disk of its own, rank 0 calls ``describe``, and the leader of every machine does all
     else that rank 0 does: ``begin``, and instead of ``commit`` the three steps ``prepare_commit``, ``commit_prepared``
-    and ``finish``, each after all leaders have done the step before. So the machines commit together."""
+    and ``finish``, each after all leaders have done the step before. So the machines commit together. Before these
+    steps, the ranks call ``check_files`` for each other's files, which ``commit`` does for all files."""
 
     store: Store
     """The directory of the checkpoint."""
@@ -225,8 +226,20 @@ class RankWrite:
         manifest, index = self.described
         return catalog.with_digests(manifest, digests), index
 
+    def check_files(self, files: Iterable[tuple[str, int]]) -> None:
+        """Checks that this rank sees data files with their lengths. ``files``: the path of each, and its length in
+        bytes. The caller calls it when the files are durable. Raises FormatError (F001) and RankError."""
+        expected = dict(files)
+        for (path, nbytes), size in zip(expected.items(), self.store.sizes([*expected]), strict=True):
+            if size != nbytes:
+                message = f"{nbytes} bytes were written, rank {self.rank} sees {size}"
+                raise RankError(message, file=path, rank=self.rank)
+
     def put_in_place(self, manifest: bytes, index: bytes) -> None:
-        """Does the three steps of a commit one after the other, for a write with one leader."""
+        """Checks the files of all ranks, and does the three steps of a commit one after the other, for a write with one
+        leader."""
+        written = manifest_format.decode(manifest)
+        self.check_files((written.path(file), file.nbytes) for file in written.files)
         try:
             self.prepare_commit(manifest, index)
             self.commit_prepared()
@@ -237,16 +250,10 @@ class RankWrite:
 
     def prepare_commit(self, manifest: bytes, index: bytes) -> None:
         """The first step of a commit, on a leader: writes the index, and prepares the manifest and the file ``latest``,
-        so that a full disk is noticed before the commit. The caller calls it when the files of every rank are durable.
-        """
+        so that a full disk is noticed before the commit. The caller calls it when the files of every rank are durable
+        and checked."""
         assert self.lock is not None, "the write has begun"
         store, digits = self.store, names.prepared_digits(self.lock.save_id)
-        written = manifest_format.decode(manifest)
-        own = [file for file in written.files if self.machine is None or file.rank in self.machine]
-        for file, size in zip(own, store.sizes([*map(written.path, own)]), strict=True):
-            if size != file.nbytes:
-                message = f"rank {file.rank} wrote {file.nbytes} bytes, rank {self.rank} sees {size}"
-                raise RankError(message, file=written.path(file))
         store.put_new(names.index_path(self.save_id), index)
         store.sync_names(names.data_dir(self.save_id))
         self._prepared.append(store.prepare(names.MANIFEST, manifest, digits))
