@@ -142,7 +142,7 @@ def run(store: Store, ops: tuple[coalesce.ReadOp, ...], targets: list[bytearray]
         assert segments.copies[[0, -1]].min() >= 1
         assert ((segments.block < 0) | (segments.copies > 0)).all(), "no digest of a gap is compared"
         assert segments.copies.sum() == len(segments.source)
-        copies = iter(segments.strided_copies(slice(None)))
+        copies = iter(segments.copies_of(slice(None)).rows())
         position = op.offset
         for nbytes, block, count in np.stack([segments.nbytes, segments.block, segments.copies], 1).tolist():
             data = store.contents[op.file][position : position + nbytes]
@@ -367,7 +367,7 @@ def run_straight(
         segment = np.repeat(np.arange(len(starts)), segments.copies)
         staged = ~segments.straight[segment]
         in_file = segments._replace(source=starts[segment] + segments.source)
-        for copy in in_file.strided_copies(staged):
+        for copy in in_file.copies_of(staged).rows():
             carry_out(copy, targets, store.contents[op.file])
             for run in range(copy.runs):
                 place = copy.target_offset + run * copy.target_stride

@@ -172,7 +172,7 @@ def test_reads_of_many_pieces_are_planned_some_tensors_at_a_time(tmp_path: Path)
 
     with (
         mock.patch.object(reading, "PLANNED_PIECES", 2 * WORLD_SIZE),
-        mock.patch.object(listing, "LISTED_TOGETHER", 1),
+        mock.patch.object(listing, "LISTED_PIECES", 1),
         mock.patch.object(reading, "plan_reads", plan),
     ):
         assert same_all(zckpt.open(tmp_path / "c").load(), expected)

@@ -18,7 +18,6 @@ These are the columns of a chunk, one after the other, little-endian, with R row
 from __future__ import annotations
 
 import itertools
-import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -216,7 +215,7 @@ def _check(layout: Layout, part_id: int, part: Part, where: _Where) -> None:
         raise where.broken("I004", "the rows are other names than the manifest's")
     if not (layout.count.min() >= 1 and layout.count.sum() == chunk.pieces):
         raise where.broken("I004", f"the rows have {layout.count.sum()} pieces, the chunk {chunk.pieces}")
-    numel = np.array([math.prod(manifest.shapes[shape]) for shape in part.shape_ids[rows]], np.int64)
+    numel = manifest.numel(part_id)[rows]
     item = np.array([ITEM_BYTES[dtype] for dtype in part.dtypes[rows]], np.int64)
     _check_copies(layout, numel, part, where)
     copies = np.where(numel > 0, np.add.reduceat(layout.length, layout.first) // np.maximum(numel, 1), layout.count)

@@ -230,6 +230,18 @@ class Manifest:
         """The grids that ``grid`` has made, by the ids of the shape and of the sections."""
         return {}
 
+    def numel(self, part_id: int) -> Ints:
+        """Returns the number of elements of each tensor of a part."""
+        if part_id not in self._numel:
+            of_shapes = np.array([*map(math.prod, self.shapes)], np.int64)
+            self._numel[part_id] = of_shapes[np.array(self.parts[part_id].shape_ids, np.int64)]
+        return self._numel[part_id]
+
+    @cached_property
+    def _numel(self) -> dict[int, Ints]:
+        """What ``numel`` has returned, by the ids of the parts."""
+        return {}
+
     @cached_property
     def part_ids(self) -> dict[str, int]:
         """For the name of each part, the position of the part in ``parts``."""

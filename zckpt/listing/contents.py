@@ -10,7 +10,7 @@ from collections import Counter, deque
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -45,8 +45,8 @@ if TYPE_CHECKING:
     from zckpt.storage.contract import Reader, Store
 
 
-LISTED_TOGETHER = 256
-"""The number of tensors whose pieces ``Contents.stored_each`` lists at a time. Of 1024 ranks, these take 12 MiB."""
+LISTED_PIECES = 1 << 18
+"""About how many pieces ``Contents.stored_each`` lists at a time. They take 12 MiB."""
 RANK_PIECES = 1 << 17
 """About how many pieces ``Contents.pieces_of_ranks`` lists at a time. They take 9 MiB, and three times as much while
 they are put in order."""
@@ -116,9 +116,7 @@ class TensorInfo:
     @property
     def dtype(self) -> torch.dtype:
         """The dtype, as a ``torch.dtype``. Reading this attribute imports torch."""
-        from zckpt.transfer.torch_dtypes import TORCH_DTYPES  # imported late, because listing tensors needs no torch
-
-        return TORCH_DTYPES[self.dtype_name]
+        return _torch_dtype(self.dtype_name)
 
     @property
     def torch_name(self) -> str:
@@ -144,6 +142,13 @@ class TensorInfo:
     def files(self) -> tuple[str, ...]:
         """The files that hold the tensor, relative to the directory of the checkpoint."""
         return tuple(dict.fromkeys(piece.file for piece in self.pieces))
+
+
+@cache
+def _torch_dtype(name: str) -> torch.dtype:
+    from zckpt.transfer.torch_dtypes import TORCH_DTYPES  # imported late, because listing tensors needs no torch
+
+    return TORCH_DTYPES[name]
 
 
 class Contents(Mapping[str, TensorInfo]):
@@ -431,8 +436,9 @@ class Contents(Mapping[str, TensorInfo]):
         return stored.take(np.argsort(stored.tensor, kind="stable"))
 
     def stored_each(self, infos: Sequence[TensorInfo], copies: Sequence[int | None]) -> Iterator[StoredPieces]:
-        """Yields for each tensor what ``stored`` returns for it alone. It looks at ``LISTED_TOGETHER`` tensors at a
-        time: this is far quicker than to look at each one, and the pieces of all tensors are never in memory."""
+        """Yields for each tensor what ``stored`` returns for it alone. It looks at as many tensors at a time as have
+        ``LISTED_PIECES`` pieces: this is far quicker than to look at each one, and the pieces of all tensors are never
+        in memory."""
         for group, stored in self._stored_together(infos, copies):
             yield from stored.split(len(infos[group]))
 
@@ -440,17 +446,18 @@ class Contents(Mapping[str, TensorInfo]):
         self, infos: Sequence[TensorInfo], copies: Sequence[int | None]
     ) -> Iterator[tuple[slice, StoredPieces]]:
         """Yields groups of tensors, and what ``stored`` returns for each group."""
-        for first in range(0, len(infos), LISTED_TOGETHER):
-            group = slice(first, first + LISTED_TOGETHER)
+        together = max(LISTED_PIECES // self.manifest.world_size, 1)
+        for first in range(0, len(infos), together):
+            group = slice(first, first + together)
             yield group, self.stored(infos[group], copies[group], None)
 
     def pieces_of_rows(self, part_id: int, number: int, rows: Ints) -> tuple[StoredPieces, Ints, Ints]:
         """Returns the pieces of some rows of a part, all of which are in chunk ``number``. In the first value,
         ``tensor`` is a position in ``rows``. The second value is the copy that each piece belongs to, and the third the
         rank that holds it."""
-        manifest, part = self.manifest, self.manifest.parts[part_id]
+        manifest = self.manifest
         layout = index_format.take(self.chunk(number), rows - manifest.chunks[number].first_row)
-        numel = np.array([math.prod(manifest.shapes[part.shape_ids[row]]) for row in rows.tolist()], np.int64)
+        numel = manifest.numel(part_id)[rows]
         start, copy = index_format.starts_and_copies(layout, numel)
         row, _ = ragged(layout.count)
         file = manifest.file_numbers(layout.rank, part_id, layout.tier)

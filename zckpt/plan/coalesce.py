@@ -78,9 +78,9 @@ class Segments(NamedTuple):
     source: Ints
     source_stride: Ints
 
-    def strided_copies(self, which: slice | NDArray[np.bool_]) -> list[StridedCopy]:
+    def copies_of(self, which: slice | Ints | NDArray[np.bool_]) -> Copies:
         """Returns the copies that ``which`` selects."""
-        return _strided_copies(*(getattr(self, name)[which] for name in StridedCopy._fields))
+        return Copies._make(getattr(self, name)[which] for name in Copies._fields)
 
 
 class StridedCopy(NamedTuple):
@@ -101,6 +101,26 @@ class StridedCopy(NamedTuple):
     def source_bytes(self) -> int:
         """The number of bytes from the begin of the first run to the end of the last one."""
         return (self.runs - 1) * self.source_stride + self.run_bytes
+
+
+class Copies(NamedTuple):
+    """Copies as int64 columns, which are the fields of ``StridedCopy``."""
+
+    target: Ints
+    target_offset: Ints
+    target_stride: Ints
+    runs: Ints
+    run_bytes: Ints
+    source: Ints
+    source_stride: Ints
+
+    def take(self, which: NDArray[np.bool_]) -> Copies:
+        """Returns the copies that ``which`` selects."""
+        return Copies._make(column[which] for column in self)
+
+    def rows(self) -> list[StridedCopy]:
+        """Returns the copies as objects."""
+        return list(map(StridedCopy._make, zip(*(column.tolist() for column in self), strict=True)))
 
 
 class Ranges(NamedTuple):
@@ -157,7 +177,7 @@ def joined_copies(segments: Segments, wanted: NDArray[np.bool_]) -> list[Strided
     begins[1:] = (target[1:] != target[:-1]) | (source[1:] != source[:-1] + run_bytes[:-1])
     begins[1:] |= (target_offset[1:] != target_offset[:-1] + run_bytes[:-1]) | (runs[1:] > 1) | (runs[:-1] > 1)
     first = np.flatnonzero(begins)
-    return _strided_copies(
+    joined = Copies(
         target[first],
         target_offset[first],
         segments.target_stride[order][first],
@@ -166,11 +186,7 @@ def joined_copies(segments: Segments, wanted: NDArray[np.bool_]) -> list[Strided
         source[first],
         segments.source_stride[order][first],
     )
-
-
-def _strided_copies(*columns: Ints) -> list[StridedCopy]:
-    """Returns the copies whose fields are in these columns."""
-    return list(map(StridedCopy._make, zip(*(column.tolist() for column in columns), strict=True)))
+    return joined.rows()
 
 
 def plan_reads(

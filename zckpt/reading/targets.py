@@ -36,7 +36,7 @@ def checked_target(info: TensorInfo, target: torch.Tensor) -> torch.Tensor:
             f"out[{info.key!r}] must be a torch.Tensor, got {kind}; torch.from_numpy shares an array's memory"
         )
     check_cast(info.dtype, target.dtype, info.key)
-    if tuple(target.shape) != info.shape or not lies_in_order(target):
+    if target.shape != info.shape or not lies_in_order(target):
         shape = str(list(target.shape)) if lies_in_order(target) else "a view whose elements do not lie in order"
         raise MismatchError(f"out has {shape}, the checkpoint {list(info.shape)}", key=info.key)
     return target

@@ -28,13 +28,15 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-    from zckpt.plan.coalesce import StridedCopy
+    from zckpt.plan.coalesce import Copies, StridedCopy
     from zckpt.storage.buffers import Bytes
 
     Ints = NDArray[np.int64]
 
 _ALL: Bytes = np.frombuffer((ctypes.c_uint8 * (1 << 57)).from_address(PAGE_BYTES), np.uint8)
 """The address space of this process, without its first page, which is never used."""
+LONG_BYTES_MIN = 64 << 10
+"""The length in bytes from which other threads of Python run during a copy."""
 _ALL_VIEW = memoryview(_ALL)
 """A memoryview of ``_ALL``. Its slices are made in half the time."""
 
@@ -47,10 +49,11 @@ def memory(address: int, nbytes: int) -> memoryview:
     return _ALL_VIEW[address - PAGE_BYTES : address - PAGE_BYTES + nbytes]
 
 
-def copy_to(address: int, staged: Bytes) -> None:
-    """Copies ``staged`` to host memory at ``address``. Other threads can run during this copy, but not during a copy to
-    a memoryview."""
-    _ALL[address - PAGE_BYTES : address - PAGE_BYTES + len(staged)] = staged
+def copy_to(address: int, staged: Bytes | memoryview) -> None:
+    """Copies ``staged`` to host memory at ``address``. Other threads of Python can run during a long copy. During a
+    short one they cannot, because taking turns would take longer than the copy."""
+    room = _ALL if len(staged) >= LONG_BYTES_MIN else _ALL_VIEW
+    room[address - PAGE_BYTES : address - PAGE_BYTES + len(staged)] = staged
 
 
 def copy_spaced(address: int, copy: StridedCopy, staged: Bytes) -> None:
@@ -88,14 +91,22 @@ class HostMemory:
         if (start < 0).any() or (start + nbytes > self._nbytes[target]).any():
             raise ValueError("a range is longer than the memory that it goes to")
 
-    def put(self, copy: StridedCopy, staged: Bytes) -> bool:
-        """Carries out ``copy`` from ``staged``, which has the bytes of the source. Returns False, and copies nothing,
-        if they cannot go to the target unconverted."""
-        address = int(self.address[copy.target])
-        if address < 0:
-            return False
-        if copy.runs == 1:
-            copy_to(address + copy.target_offset, staged[copy.source : copy.source + copy.run_bytes])
-        else:
-            copy_spaced(address, copy, staged)
-        return True
+    def put(self, copies: Copies, staged: Bytes) -> NDArray[np.bool_]:
+        """Carries out those of ``copies`` whose bytes can go to their targets unconverted. ``staged`` has the bytes of
+        the sources. Copies of adjacent bytes to adjacent memory are carried out as one, even if the memory is that of
+        several targets. Returns which copies were carried out."""
+        address = self.address[copies.target]
+        fits = address >= 0
+        single = fits & (copies.runs == 1)
+        for copy in copies.take(fits & ~single).rows():
+            copy_spaced(int(self.address[copy.target]), copy, staged)
+        place, source, nbytes = (
+            column[single] for column in (address + copies.target_offset, copies.source, copies.run_bytes)
+        )
+        begins = np.ones(len(place), bool)
+        begins[1:] = (np.diff(place) != nbytes[:-1]) | (np.diff(source) != nbytes[:-1])
+        first, view = np.flatnonzero(begins), memoryview(staged)
+        columns = (place[first], source[first], np.add.reduceat(nbytes, first))
+        for to, start, size in zip(*(column.tolist() for column in columns), strict=True):
+            copy_to(to, view[start : start + size])
+        return fits

@@ -22,11 +22,9 @@ from zckpt.transfer.host_memory import HostMemory
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from zckpt.plan.coalesce import StridedCopy
+    from zckpt.plan.coalesce import Copies, StridedCopy
     from zckpt.state.inventory import Fragment
     from zckpt.storage.buffers import Bytes
-
-_CACHE_LINE_BYTES = 64
 
 
 def fresh_tensor(
@@ -46,10 +44,10 @@ def fresh_tensor(
     if torch.device(device).type != "cpu":
         return device_memory(shape, dtype, torch.device(device))
     nbytes = math.prod(shape) * dtype.itemsize
+    if nbytes < STRAIGHT_BYTES_MIN:
+        return torch.empty(shape, dtype=dtype, device="cpu")
     is_huge = nbytes >= linux.HUGE_BYTES_MIN
     alignment, within = linux.HUGE_PAGE_BYTES if is_huge else PAGE_BYTES, file_offset % PAGE_BYTES
-    if nbytes < STRAIGHT_BYTES_MIN:
-        alignment, within = _CACHE_LINE_BYTES, 0
     if within % dtype.itemsize:
         within = 0
     room = _map_memory(nbytes, within) if is_huge else np.empty(nbytes + alignment, np.uint8)
@@ -192,8 +190,10 @@ def why_no_memory(tensor: torch.Tensor) -> str | None:
         nbytes = storage.nbytes() if storage.data_ptr() else 0
     except RuntimeError:  # The memory is on disk (``zckpt.offload``), or torch knows of another reason.
         return "has no memory now; zckpt.reload brings back what zckpt.offload has moved to disk"
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    needed_bytes = (int(tensor.storage_offset()) + last + 1) * tensor.itemsize
+    numel = tensor.numel()
+    if not tensor.is_contiguous():
+        numel = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    needed_bytes = (int(tensor.storage_offset()) + numel) * tensor.itemsize
     return None if nbytes >= needed_bytes else f"needs {needed_bytes} bytes of memory, and its storage has {nbytes}"
 
 
@@ -249,15 +249,14 @@ class Targets:
         with which the source begins."""
         return ToDevice(first + copy.source, self._stored[copy.target], self._rows(copy), copy.source_stride)
 
-    def put(self, copy: StridedCopy, staged: Bytes) -> None:
-        """Carries out ``copy`` from ``staged``, which has the bytes of the source, to a target in host memory."""
-        if self.host.put(copy, staged):
-            return
-        dtype = self._stored[copy.target]
-        # A staging buffer begins with a page, so its elements are aligned.
-        values = torch.from_numpy(staged[copy.source : copy.source + copy.source_bytes]).view(dtype)
-        run_numel, source_stride = copy.run_bytes // dtype.itemsize, copy.source_stride // dtype.itemsize
-        self._rows(copy).copy_(rows_of(values, copy.runs, run_numel, source_stride))
+    def put(self, copies: Copies, staged: Bytes) -> None:
+        """Carries out ``copies`` from ``staged``, which has the bytes of the sources, to targets in host memory."""
+        for copy in copies.take(~self.host.put(copies, staged)).rows():
+            dtype = self._stored[copy.target]
+            # A staging buffer begins with a page, so its elements are aligned.
+            values = torch.from_numpy(staged[copy.source : copy.source + copy.source_bytes]).view(dtype)
+            run_numel, source_stride = copy.run_bytes // dtype.itemsize, copy.source_stride // dtype.itemsize
+            self._rows(copy).copy_(rows_of(values, copy.runs, run_numel, source_stride))
 
     def _rows(self, copy: StridedCopy) -> torch.Tensor:
         """Returns the elements of a target that ``copy`` fills, with a row for each run."""

@@ -21,7 +21,7 @@ import itertools
 from bisect import bisect_right
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -138,19 +138,23 @@ class _Views:
         base = op.offset - op.offset % PAGE_BYTES  # the byte of the file with which the staging buffer begins
         self.starts = list(itertools.accumulate(segments.nbytes.tolist(), initial=op.offset))
         """The byte of the file at which each segment begins, and the one at which the last segment ends."""
-        straight = segments.address if through_cache else np.where(segments.straight, segments.address, -1)
-        self.addresses = straight.tolist()
+        self.address = segments.address if through_cache else np.where(segments.straight, segments.address, -1)
         """The address of the memory of each segment, or -1 for a segment that goes to the staging buffer."""
-        self.has_staged = min(self.addresses) < 0
+        self.room = stage.bytes
+        self.place = np.array(self.starts[:-1], np.int64) - base
+        """The byte of the staging buffer at which each segment would begin. In the staging buffer, bytes have the same
+        place in a page as in the file."""
+        self.has_staged = bool((self.address < 0).any())
         self.is_verified = op.is_verified
         self.blocks = segments.block.tolist()
         """The number of the digest of each segment, among the digests of the file."""
         self.first_copy = list(itertools.accumulate(segments.copies.tolist(), initial=0))
         """The number of the first copy of each segment, and that of the copy after the last one."""
         self.memory: list[Bytes | memoryview] = [
-            # In the staging buffer, bytes have the same place in a page as in the file.
-            stage.bytes[start - base : stop - base] if address < 0 else memory(address, stop - start)
-            for (start, stop), address in zip(itertools.pairwise(self.starts), self.addresses, strict=True)
+            self.room[place : place + nbytes] if address < 0 else memory(address, nbytes)
+            for place, nbytes, address in zip(
+                self.place.tolist(), segments.nbytes.tolist(), self.address.tolist(), strict=True
+            )
         ]
 
     def portions(self, nbytes: int) -> Iterator[slice]:
@@ -384,17 +388,14 @@ def _too_short(file: ReadFile, nbytes: int, key: str | None, start: int, stop: i
 def _copy_staged(segments: Segments, views: _Views, portion: slice, targets: Targets) -> int:
     """Copies the segments of a portion that are in the staging buffer to their targets in host memory. Returns the
     number of bytes copied."""
-    copied_bytes = 0
+    segment = np.repeat(np.arange(portion.start, portion.stop), segments.copies[portion])
+    copy = np.arange(views.first_copy[portion.start], views.first_copy[portion.stop])
+    which = (views.address[segment] < 0) & (targets.device[segments.target[copy]] < 0)
+    copies = segments.copies_of(copy[which])
+    staged = copies._replace(source=copies.source + views.place[segment[which]])
     with torch.inference_mode(targets.inference):
-        for number in range(portion.start, portion.stop):
-            if views.addresses[number] >= 0:
-                continue
-            staged = cast("Bytes", views.memory[number])
-            for copy in segments.strided_copies(slice(*views.first_copy[number : number + 2])):
-                if targets.device[copy.target] < 0:
-                    targets.put(copy, staged)
-                    copied_bytes += copy.runs * copy.run_bytes
-    return copied_bytes
+        targets.put(staged, views.room)
+    return int((staged.runs * staged.run_bytes).sum())
 
 
 def _queue(segments: Segments, first: int, targets: Targets, stage: StagingBuffer) -> None:
