@@ -33,6 +33,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         path = str(Path(directory) / "global_step100")
         pieces, _ = index_scale.generate(Path(path), options.ranks, options.parameters, 1)
+        index_scale.measure(index_scale.BUILD, path, index_scale.SAVE_ID)
         zckpt = [sys.executable, "-m", "zckpt"]
         commands = {
             "zckpt --help": [*zckpt, "--help"],

@@ -18,7 +18,7 @@ from zckpt.errors import DigestError, FormatError
 from zckpt.format import index as index_format
 from zckpt.format.digest import digest
 from zckpt.format.dtypes import ITEM_BYTES
-from zckpt.format.index import PIECE_BYTES, ROW_BYTES, Layout, Piece, decode, encode, pieces
+from zckpt.format.index import PIECE_BYTES, ROW_BYTES, IndexWriter, Layout, Piece, chunk_rows, decode, pieces, take
 from zckpt.format.manifest import Chunk, File, Files, Manifest, Part
 from zckpt.format.names import Tier, index_path
 from zckpt.geometry import Grid, Span
@@ -93,9 +93,13 @@ def test_an_index_comes_back_unchanged(
     data: st.DataObject, written: tuple[list[tuple[int, ...]], list[list[Piece]]], chunk_pieces: int
 ) -> None:
     shapes, expected = written
-    layout = layout_of(expected)
+    layout, index = layout_of(expected), IndexWriter()
     with mock.patch.object(index_format, "CHUNK_PIECES", chunk_pieces):
-        raw, chunks = encode([layout, layout])
+        rows = [np.arange(len(shapes))[rows] for rows in chunk_rows(layout.count)]
+    other = dataclasses.replace(layout, block=layout.block ^ 1)
+    ids = [index.add(take(one, of_chunk) for of_chunk in rows) for one in (layout, other, layout)]
+    assert ids == [0, 1, 0]
+    raw, chunks = bytes(index.index), tuple(index.chunks)
     dtypes = {part: [data.draw(st.sampled_from(sorted(ITEM_BYTES))) for _ in shapes] for part in ("a", "b")}
     manifest = manifest_for(shapes, dtypes, chunks)
     assert sum(chunk.nbytes for chunk in chunks) == len(raw)
@@ -110,7 +114,9 @@ def test_an_index_comes_back_unchanged(
             decoded_layout = decode(raw[chunk.offset : chunk.offset + chunk.nbytes], chunk, manifest)
             boxes = map(Grid, shapes[chunk.first_row : chunk.first_row + chunk.rows])
             decoded += [list(pieces(decoded_layout, row, box)) for row, box in enumerate(boxes)]
-        assert decoded == expected
+        assert decoded == [
+            [dataclasses.replace(piece, block=piece.block ^ number) for piece in row] for row in expected
+        ]
 
 
 def test_one_key_reads_one_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

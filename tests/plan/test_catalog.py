@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import tracemalloc
 from dataclasses import replace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -33,11 +35,13 @@ def rank_records_of(all_fragments: list[list[Fragment]]) -> list[catalog.RankRec
     ]
 
 
-@given(st.integers(0, 10**6), st.integers(1, 4))
-def test_the_catalog_finds_every_piece_where_its_rank_put_it(seed: int, world_size: int) -> None:
+@given(st.integers(0, 10**6), st.integers(1, 4), st.integers(1, 30))
+def test_the_catalog_finds_every_piece_where_its_rank_put_it(seed: int, world_size: int, chunk_pieces: int) -> None:
     ranks = [fragments_of(rank, world_size, seed) for rank in range(world_size)]
+    ranks[-1] = ranks[-1][::-1]  # the tensors have another order than on the other ranks
     rank_records = catalog.unpack(catalog.pack(rank_record) for rank_record in rank_records_of(ranks))
-    raw, index = catalog.catalog(rank_records, SAVE_ID, METADATA)
+    with mock.patch.object(index_format, "CHUNK_PIECES", chunk_pieces):
+        raw, index = catalog.catalog(rank_records, SAVE_ID, METADATA)
     manifest = manifest_format.decode(raw)
     assert manifest.digests == tuple(bytes([rank]) * 16 for rank in range(world_size))
     expected = set()
@@ -159,6 +163,21 @@ def synthetic(ranks: int, tensors: int, parts: int) -> list[catalog.RankRecord]:
         )
         rank_records.append(catalog.RankRecord(rank, bytes(16), names, (columns,), data_files))
     return rank_records
+
+
+def test_rank_0_takes_less_than_twice_the_memory_of_the_index() -> None:
+    """This is about what it takes beside the records as they were received. The pieces of each layout count once."""
+    received = [catalog.pack(record) for record in synthetic(256, 1000, 3)]
+    tracemalloc.start()
+    try:
+        with mock.patch.object(index_format, "CHUNK_PIECES", 1 << 12):
+            raw, _ = catalog.catalog(catalog.unpack(received), SAVE_ID, METADATA)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    chunks = manifest_format.decode(raw).chunks
+    assert sum(chunk.pieces for chunk in chunks) == 256_000
+    assert peak_bytes < 2 * 25 * 256_000
 
 
 def test_more_pieces_than_the_format_can_hold_are_refused_by_their_number() -> None:

@@ -34,7 +34,7 @@ from zckpt.format.rules import broken
 from zckpt.geometry import Span, ragged
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator
 
     from zckpt.geometry import Grid, Ints
 
@@ -78,12 +78,6 @@ class Layout:
         """For each row, the number of its first piece."""
         return np.cumsum(self.count) - self.count
 
-    def same_as(self, other: Layout) -> bool:
-        """Returns whether all columns of two layouts are equal."""
-        return all(
-            np.array_equal(getattr(self, column), getattr(other, column)) for column, _ in ROW_COLUMNS + PIECE_COLUMNS
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class Piece:
@@ -103,38 +97,46 @@ class Piece:
     """The number of the piece's first block, counted from the first block of its data file."""
 
 
-def encode(layouts: Sequence[Layout]) -> tuple[bytes, tuple[Chunk, ...]]:
-    """Returns the bytes of the index and what the manifest records of its chunks. The id of a layout is its position in
-    ``layouts``."""
-    compressor = zstandard.ZstdCompressor(level=_LEVEL, write_content_size=True, write_checksum=False)
-    frames: list[bytes] = []
-    chunks: list[Chunk] = []
-    offset = 0
-    for layout_id, layout in enumerate(layouts):
-        for rows, pieces in _cuts(layout.count):
-            raw = b"".join(
-                getattr(layout, column)[items].astype(dtype).tobytes()
-                for columns, items in ((ROW_COLUMNS, rows), (PIECE_COLUMNS, pieces))
-                for column, dtype in columns
-            )
-            frame = compressor.compress(raw)
-            frames.append(frame)
-            size = (rows.stop - rows.start, pieces.stop - pieces.start)
-            chunks.append(Chunk(layout_id, rows.start, *size, offset, len(frame), digest(frame)))
-            offset += len(frame)
-    return b"".join(frames), tuple(chunks)
+class IndexWriter:
+    """Makes the bytes of an index chunk by chunk, so that no layout has to be in memory as a whole."""
+
+    def __init__(self) -> None:
+        self.index = bytearray()
+        """The bytes of the index."""
+        self.chunks: list[Chunk] = []
+        """What the manifest records of the chunks."""
+        self._ids: dict[tuple[bytes, ...], int] = {}
+        """The id of each layout, by the digests of its chunks."""
+        self._compressor = zstandard.ZstdCompressor(level=_LEVEL, write_content_size=True, write_checksum=False)
+
+    def add(self, layout: Iterable[Layout]) -> int:
+        """Adds a layout. Each item has the rows of one chunk. Returns the id of the layout. If an equal layout has been
+        added before, this is its id, and nothing is stored."""
+        start, first_row, layout_id = len(self.index), 0, len(self._ids)
+        chunks: list[Chunk] = []
+        for rows in layout:
+            columns = [getattr(rows, column).astype(dtype) for column, dtype in ROW_COLUMNS + PIECE_COLUMNS]
+            frame = self._compressor.compress(b"".join(map(np.ndarray.tobytes, columns)))
+            size = (len(rows.count), len(rows.length))
+            chunks.append(Chunk(layout_id, first_row, *size, len(self.index), len(frame), digest(frame)))
+            first_row += len(rows.count)
+            self.index += frame
+        known_id = self._ids.setdefault(tuple(chunk.digest for chunk in chunks), layout_id)
+        if known_id == layout_id:
+            self.chunks += chunks
+        else:
+            del self.index[start:]
+        return known_id
 
 
-def _cuts(count: Ints) -> Iterable[tuple[slice, slice]]:
-    """Yields the rows and the pieces of each chunk of a layout, whose rows have ``count`` pieces."""
+def chunk_rows(count: Ints) -> Iterator[slice]:
+    """Yields the rows of each chunk of a layout, whose rows have ``count`` pieces."""
     stops = np.cumsum(count)
     row = piece = 0
     while row < len(count):
-        last = int(np.searchsorted(stops, piece + CHUNK_PIECES))
-        next_row = min(last + 1, len(count))
-        next_piece = int(stops[next_row - 1])
-        yield slice(row, next_row), slice(piece, next_piece)
-        row, piece = next_row, next_piece
+        next_row = min(int(np.searchsorted(stops, piece + CHUNK_PIECES)) + 1, len(count))
+        yield slice(row, next_row)
+        row, piece = next_row, int(stops[next_row - 1])
 
 
 def decode(raw: bytes, chunk: Chunk, manifest: Manifest) -> Layout:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import reprlib
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgpack
 import numpy as np
@@ -15,9 +16,9 @@ from zckpt.errors import RankError, UnsupportedError
 from zckpt.format import index as index_format
 from zckpt.format import manifest as manifest_format
 from zckpt.format import tree
-from zckpt.format.digest import DIGEST_BYTES
+from zckpt.format.digest import DIGEST_BYTES, digest
 from zckpt.format.grids import packed_sections
-from zckpt.format.index import Layout
+from zckpt.format.index import IndexWriter, Layout
 from zckpt.format.limits import INDEX_PIECES_MAX
 from zckpt.format.manifest import File, Files, Manifest, Part
 from zckpt.format.names import LINEAGE, MACHINES, Tier, data_file_path
@@ -27,7 +28,7 @@ from zckpt.state.inventory import MASTER, PARAM
 from zckpt.state.lineage import Lineage, run_by_tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -107,10 +108,14 @@ def rank_record(rank: int, plans: Iterable[DataFilePlan], digest: bytes = bytes(
     )
 
 
+_RECEIVED_DTYPES = {"tensor": "<u4", "start": "<i8", "stop": "<i8", "copy": "<u4", "offset": "<i8", "block": "<u4"}
+"""The dtypes of the columns of ``PieceColumns`` in a packed record, and after ``unpack``."""
+
+
 def pack(value: RankRecord) -> bytes:
     """Returns the bytes of a rank's record, which is sent to the rank that commits."""
     piece_columns = [
-        [getattr(columns, column).astype("<i8").tobytes() for column in columns.__dataclass_fields__]
+        [getattr(columns, column).astype(dtype).tobytes() for column, dtype in _RECEIVED_DTYPES.items()]
         for columns in value.piece_columns
     ]
     files = [[f.part, f.tier, f.nbytes, f.data_start, f.first_block, f.columns_id, f.origin] for f in value.files]
@@ -119,27 +124,34 @@ def pack(value: RankRecord) -> bytes:
 
 
 def unpack(raws: Iterable[bytes]) -> list[RankRecord]:
-    """Returns the records that ``pack`` has packed, in the order of their ranks. A tensor that several ranks have
-    pieces of becomes one object, because a thousand ranks may each have pieces of a thousand tensors. So does the list
-    of the tensors of several ranks, which is mostly the same."""
-    known: dict[Tensor, Tensor] = {}
+    """Returns the records that ``pack`` has packed, in the order of their ranks.
+
+    Equal things become one object, because a thousand ranks may each have pieces of a thousand tensors: tensors that
+    several ranks have pieces of, lists of them, which are mostly the same on many ranks, and columns, such as the
+    offsets of equal shares.
+    """
+    tensors: dict[Tensor, Tensor] = {}
     lists: dict[bytes, tuple[Tensor, ...]] = {}
+    columns: dict[tuple[str, bytes], Ints] = {}
     records = []
     for raw in raws:
         packed = zstandard.ZstdDecompressor().decompress(raw)
-        rank, digest, packed_tensors, piece_columns, files = msgpack.unpackb(packed, use_list=False)
-        if packed_tensors not in lists:
-            tensors = msgpack.unpackb(packed_tensors, use_list=False)
-            lists[packed_tensors] = tuple(known.setdefault(tensor, tensor) for tensor in tensors)
-        records.append(
-            RankRecord(
-                rank,
-                digest,
-                lists[packed_tensors],
-                tuple(PieceColumns(*(np.frombuffer(column, "<i8") for column in columns)) for columns in piece_columns),
-                tuple(FileRecord(part, Tier(tier), *rest) for part, tier, *rest in files),
+        rank, rank_digest, packed_tensors, piece_columns, files = msgpack.unpackb(packed, use_list=False)
+        key = digest(packed_tensors)
+        if key not in lists:
+            unpacked = msgpack.unpackb(packed_tensors, use_list=False)
+            lists[key] = tuple(tensors.setdefault(tensor, tensor) for tensor in unpacked)
+        own_columns = (
+            PieceColumns(
+                *(
+                    columns.setdefault((dtype, column), np.frombuffer(column, dtype))
+                    for dtype, column in zip(_RECEIVED_DTYPES.values(), of_files, strict=True)
+                )
             )
+            for of_files in piece_columns
         )
+        own_files = (FileRecord(part, Tier(tier), *rest) for part, tier, *rest in files)
+        records.append(RankRecord(rank, rank_digest, lists[key], tuple(own_columns), tuple(own_files)))
     return sorted(records, key=lambda record: record.rank)
 
 
@@ -150,20 +162,91 @@ class _Tensors:
     def __init__(self) -> None:
         self.ids: dict[Tensor, int] = {}
         self.name_ids: dict[str, int] = {}
-        self._known: tuple[tuple[Tensor, ...], Ints] = ((), np.empty(0, np.int64))
+        self._known: dict[int, Ints] = {}
+        """The numbers of the tensors of each list, by its ``id``."""
 
     def add(self, tensors: tuple[Tensor, ...]) -> Ints:
-        """Returns the numbers of ``tensors``. Tensors that are new get the next numbers."""
-        if tensors != self._known[0]:  # most ranks have the same tensors as the rank before
+        """Returns the numbers of ``tensors``, a list that many ranks may share. Tensors that are new get the next
+        numbers. The list has to stay in memory as long as this object is used."""
+        if id(tensors) not in self._known:
             for name, *_ in tensors:
                 self.name_ids.setdefault(name, len(self.name_ids))
             numbers = [self.ids.setdefault(tensor, len(self.ids)) for tensor in tensors]
-            self._known = tensors, np.array(numbers, np.int64)
-        return self._known[1]
+            self._known[id(tensors)] = np.array(numbers, np.int64)
+        return self._known[id(tensors)]
+
+    @cached_property
+    def name_of(self) -> Ints:
+        """The name id of each tensor. It is used when all tensors are known."""
+        return np.array([self.name_ids[name] for name, *_ in self.ids], np.int64)
 
 
-def _layout(part: str, columns: Sequence[Ints], tensors: Sequence[Tensor], name_of: Ints) -> tuple[Layout, Ints]:
-    """Returns the pieces that all ranks have of one part, and the number of the tensor of each row.
+class _FilePieces(NamedTuple):
+    """The pieces of one data file."""
+
+    rank: int
+    tier: Tier
+    columns_id: int
+    columns: PieceColumns
+    ids: Ints
+    """The numbers of the tensors to which ``columns.tensor`` refers."""
+
+    @property
+    def tensor(self) -> Ints:
+        """The number of the tensor of each piece."""
+        return self.ids[self.columns.tensor]
+
+    def take(self, which: slice | Ints) -> tuple[Ints, ...]:
+        """Returns the columns of some pieces: tensor, start, stop, copy, offset, block, rank, tier."""
+        taken = self.columns.take(which)
+        rank, tier = np.full(len(taken), self.rank), np.full(len(taken), self.tier)
+        return self.ids[taken.tensor], taken.start, taken.stop, taken.copy, taken.offset, taken.block, rank, tier
+
+
+def _rows_of_part(files: Sequence[_FilePieces], name_of: Ints) -> tuple[Ints, Ints]:
+    """Returns the number of the tensor and the number of the pieces of each row of a part. ``name_of`` has the name id
+    of each tensor."""
+    tensor_of, count = np.zeros(len(name_of), np.int64), np.zeros(len(name_of), np.int64)
+    for file in files:
+        tensor = file.tensor
+        tensor_of[name_of[tensor]] = tensor
+        np.add.at(count, name_of[tensor], 1)
+    present = np.flatnonzero(count)
+    return tensor_of[present], count[present]
+
+
+def _chunks(
+    part: str, files: Sequence[_FilePieces], rows: tuple[Ints, Ints], tensors: Sequence[Tensor], name_of: Ints
+) -> Iterator[Layout]:
+    """Yields the layout of one part, chunk by chunk. Only the pieces of one chunk are put together at a time, because
+    all pieces of thousands of ranks would take much memory. ``rows``: what ``_rows_of_part`` has returned. The other
+    arguments and the errors are those of ``_rows``."""
+    row_tensor, count = rows
+    first_names = name_of[row_tensor[[of_chunk.start for of_chunk in index_format.chunk_rows(count)]]]
+    placed: list[tuple[_FilePieces, Ints | None, list[int]]] = []
+    """Each file, the order of its pieces by name, or None if they are in this order, and the first piece of each
+    chunk."""
+    for file in files:
+        name = name_of[file.tensor]
+        order = np.argsort(name, kind="stable") if (name[1:] < name[:-1]).any() else None
+        first = np.searchsorted(name if order is None else name[order], first_names)
+        placed.append((file, order, [*first.tolist(), len(name)]))
+    for number in range(len(first_names)):
+        yield _rows(part, _pieces_of_chunk(placed, number), tensors, name_of)
+
+
+def _pieces_of_chunk(placed: Sequence[tuple[_FilePieces, Ints | None, Sequence[int]]], number: int) -> list[Ints]:
+    """Returns the columns of all pieces of one chunk, which ``_rows`` gets. ``placed``: as in ``_chunks``."""
+    columns = []
+    for file, order, first_pieces in placed:
+        pieces = slice(first_pieces[number], first_pieces[number + 1])
+        if pieces.start < pieces.stop:
+            columns.append(file.take(pieces if order is None else order[pieces]))
+    return [np.concatenate(column, dtype=np.int64) for column in zip(*columns, strict=True)]
+
+
+def _rows(part: str, columns: Sequence[Ints], tensors: Sequence[Tensor], name_of: Ints) -> Layout:
+    """Returns the rows of some tensors of one part.
 
     ``columns`` are int64 arrays with an entry for each piece: tensor, start, stop, copy, offset, block, rank, tier.
     ``name_of`` has the name id of each tensor. Raises RankError if ranks disagree about a tensor, and FormatError
@@ -190,7 +273,7 @@ def _layout(part: str, columns: Sequence[Ints], tensors: Sequence[Tensor], name_
     if wrong.any():
         label = tensors[tensor[order][np.argmax(wrong)]][0]
         raise broken("I005", "the pieces of all ranks leave a gap or overlap", key=f"{part}/{label}")
-    return layout, row_tensor
+    return layout
 
 
 def _described(shape: tuple[int, ...], dtype: str, sections: Sections) -> str:
@@ -236,7 +319,7 @@ def catalog(rank_records: Sequence[RankRecord], save_id: str, metadata: SaveMeta
     """
     _check_pieces(rank_records)
     numbered = _Tensors()
-    parts: dict[str, list[tuple[Ints, ...]]] = {}
+    parts: dict[str, list[_FilePieces]] = {}
     part_ids: dict[str, int] = {}
     files: list[File] = []
     digests: dict[int, bytes] = {}
@@ -245,30 +328,29 @@ def catalog(rank_records: Sequence[RankRecord], save_id: str, metadata: SaveMeta
         ids = numbered.add(record.tensors)
         for data_file in record.files:
             part_id = part_ids.setdefault(data_file.part, len(part_ids))
-            piece_columns = record.piece_columns[data_file.columns_id]
-            tensor, *columns = (getattr(piece_columns, column) for column in piece_columns.__dataclass_fields__)
-            rank_and_tier = (np.full(len(tensor), record.rank), np.full(len(tensor), data_file.tier))
-            parts.setdefault(data_file.part, []).append((ids[tensor], *columns, *rank_and_tier))
-            size = (data_file.nbytes, data_file.data_start)
+            number, size = data_file.columns_id, (data_file.nbytes, data_file.data_start)
+            pieces = _FilePieces(record.rank, data_file.tier, number, record.piece_columns[number], ids)
+            parts.setdefault(data_file.part, []).append(pieces)
             files.append(File(record.rank, part_id, data_file.tier, *size, data_file.first_block, data_file.origin))
     tensors, names = list(numbered.ids), tuple(numbered.name_ids)
-    name_of = np.array([numbered.name_ids[name] for name, *_ in tensors], np.int64)
-    layouts: list[Layout] = []
+    writer = IndexWriter()
     shapes: dict[tuple[int, ...], int] = {}
     grids: dict[Sections, int] = {(): 0}
+    different: dict[tuple[tuple[int, Tier, int], ...], Part] = {}
+    """The parts that do not have the same tensors and pieces as a part before them, by what identifies the pieces."""
     manifest_parts: list[Part] = []
-    for part, rows in parts.items():
-        columns = [np.concatenate(column) for column in zip(*rows, strict=True)]
-        layout, row_tensor = _layout(part, columns, tensors, name_of)
-        layout_id = next((i for i, other in enumerate(layouts) if layout.same_as(other)), len(layouts))
-        if layout_id == len(layouts):
-            layouts.append(layout)
-        part_tensors = [tensors[number] for number in row_tensor.tolist()]
-        shape_ids = tuple(shapes.setdefault(shape, len(shapes)) for _, shape, _, _ in part_tensors)
-        dtypes = tuple(dtype for _, _, dtype, _ in part_tensors)
-        grid_ids = tuple(grids.setdefault(sections, len(grids)) for *_, sections in part_tensors)
-        manifest_parts.append(Part(part, layout_id, tuple(layout.name_id.tolist()), shape_ids, dtypes, grid_ids))
-    index, chunks = index_format.encode(layouts)
+    for part, of_part in parts.items():
+        identity = tuple(file[:3] for file in of_part)
+        if identity not in different:
+            rows = _rows_of_part(of_part, numbered.name_of)
+            layout_id = writer.add(_chunks(part, of_part, rows, tensors, numbered.name_of))
+            part_tensors = [tensors[number] for number in rows[0].tolist()]
+            name_ids = tuple(numbered.name_ids[name] for name, *_ in part_tensors)
+            shape_ids = tuple(shapes.setdefault(shape, len(shapes)) for _, shape, _, _ in part_tensors)
+            dtypes = tuple(dtype for _, _, dtype, _ in part_tensors)
+            grid_ids = tuple(grids.setdefault(sections, len(grids)) for *_, sections in part_tensors)
+            different[identity] = Part(part, layout_id, name_ids, shape_ids, dtypes, grid_ids)
+        manifest_parts.append(replace(different[identity], name=part))
     manifest = Manifest(
         save_id=save_id,
         step=metadata.step,
@@ -280,8 +362,8 @@ def catalog(rank_records: Sequence[RankRecord], save_id: str, metadata: SaveMeta
         parts=tuple(manifest_parts),
         files=Files.of(files),
         digests=tuple(digests[rank] for rank in range(len(rank_records))),
-        chunks=chunks,
-        index_bytes=len(index),
+        chunks=tuple(writer.chunks),
+        index_bytes=len(writer.index),
         aliases={alias: name for alias, name in metadata.aliases.items() if name in numbered.name_ids},
         state=metadata.state,
         writer=metadata.writer,
@@ -293,6 +375,7 @@ def catalog(rank_records: Sequence[RankRecord], save_id: str, metadata: SaveMeta
     if metadata.machines:
         manifest = replace(manifest, state=tree.with_entry(manifest.state, MACHINES, metadata.machines))
     raw = manifest_format.encode(manifest)
+    index = bytes(writer.index)
     _check(raw, index)
     return raw, index
 
