@@ -243,8 +243,8 @@ def write_engine(
             return prepared.begin(described)
 
         try:
-            spaces = ranks.decide(begin, prepared.of_leaders, "begin the write")
-            ranks.together(lambda: prepared.join(spaces), "begin the write")
+            spaces = ranks.decide_each(begin, prepared.of_leaders, "begin the write")
+            ranks.together(lambda: prepared.join(*spaces), "begin the write")
             if pending is None:
                 finish(Snapshot())
             else:

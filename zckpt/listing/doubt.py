@@ -9,6 +9,7 @@ prepared, so the others commit too. If none has, the checkpoint does not exist.
 from __future__ import annotations
 
 from contextlib import closing, suppress
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zckpt.errors import CheckpointExistsError, CheckpointNotFoundError, FormatError
@@ -22,6 +23,8 @@ from zckpt.state.machines import machines_in
 from zckpt.storage.lock import is_alive, read_lock
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from zckpt.format.manifest import Manifest
     from zckpt.ranks.collectives import Ranks
     from zckpt.state.machines import Machine
@@ -86,19 +89,24 @@ def settle(checkpoint: Store, ranks: Ranks) -> None:
             own.update(in_doubt(checkpoint))
         return [_committed(checkpoint), {save_id: doubt.ranks_in(checkpoint) for save_id, doubt in own.items()}]
 
-    def decide() -> None:
+    def settled(reports: Sequence[Any]) -> list[Any]:
+        seen: dict[str, set[int]] = {}
+        for save_id, ranks_there in chain.from_iterable(prepared.items() for _, prepared in reports):
+            seen.setdefault(save_id, set()).update(ranks_there)
         committed = {save_id for of_rank, _ in reports for save_id in of_rank}
+        return [sorted(committed), {save_id: len(ranks_there) for save_id, ranks_there in seen.items()}]
+
+    def carry_out() -> None:
         for save_id, doubt in own.items():
-            seen = {rank for _, prepared in reports for rank in prepared.get(save_id, ())}
             if save_id in committed:
                 if _committed(checkpoint) != [save_id]:  # Another rank of this machine may have been quicker.
                     checkpoint.prepare(names.MANIFEST, doubt.raw).commit()
-            elif len(seen) < doubt.manifest.world_size:
+            elif counts[save_id] < doubt.manifest.world_size:
                 continue
             checkpoint.remove(doubt.name)
 
-    reports = ranks.share(look, "look for checkpoints that are committed on some machines only")
-    ranks.together(decide, "commit on all machines")
+    committed, counts = ranks.decide(look, settled, "look for checkpoints that are committed on some machines only")
+    ranks.together(carry_out, "commit on all machines")
 
 
 def _committed(checkpoint: Store) -> list[str]:

@@ -6,6 +6,8 @@ from contextlib import closing
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgpack
+
 from zckpt.errors import FormatError, ZckptError, first_few
 from zckpt.format import names
 from zckpt.format.rules import broken
@@ -20,7 +22,7 @@ from zckpt.storage.overlay import OverlayReader
 from zckpt.storage.schemes import open_store
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from zckpt.format.manifest import Manifest
     from zckpt.ranks.collectives import Ranks
@@ -103,46 +105,85 @@ def look_for_spread(path: StrPath, ranks: Ranks) -> tuple[Spread | None, Callabl
         name = store.location.path_from(base.location)
         return [contents.manifest.step, contents.manifest.save_id, "" if name == "." else name] if is_spread else None
 
-    reports = ranks.share(look, "find the checkpoint")
-    if not any(reports):
+    newest = ranks.decide(look, _newest, "find the checkpoint")
+    if newest is None:
         return None, opened
     for _, contents in found:
         contents.reader.close()
-    newest = max(report for report in reports if report)
-    store = base.child(newest[-1])
+    finder, name = newest
+    store = base.child(name)
 
-    def give() -> bytes:
-        if ranks.rank != reports.index(newest):
-            return b""
+    def give() -> bytes | None:
+        if ranks.rank != finder:
+            return None
         with closing(store.reader()) as reader:
             return manifest_bytes(reader)
 
-    raw = ranks.share(give, "read the manifest")[reports.index(newest)]
-    own: dict[str, int] = {}
+    raw = ranks.decide(give, lambda given: given[finder], "read the manifest")
+    assert raw is not None, "the finder gives it"
 
-    def look_for_files() -> bool:
+    def look_for_files() -> Any:
         manifest = decode_manifest(store, raw)
-        own.update(files_in(store, manifest))
-        return own.keys() == lengths(manifest).keys()
-
-    # If all ranks see all files, their names need not be sent. There may be millions of them.
-    all_see_all = all(ranks.share(look_for_files, "look for the files"))
-    seen = ranks.share(lambda: own, "look for the files") if not all_see_all else [own] * ranks.size
+        own, may_have = files_in(store, manifest), lengths(manifest)
+        numbers = [number for number, file in enumerate(may_have) if file in own]
+        sizes = [own[file] for file in may_have if file in own]
+        least = [nbytes.start for file, nbytes in may_have.items() if file in own]
+        longer = {n: size for n, size, start in zip(numbers, sizes, least, strict=True) if size != start}
+        return [_runs(numbers), longer]
 
     def arrange() -> Spread:
         manifest = decode_manifest(store, raw)
+        may_have = lengths(manifest)
+        sees: list[list[int]] = [[] for _ in may_have]
+        for number, (runs, _, _) in enumerate(views):
+            for file_number in _numbers(runs):
+                sees[file_number].append(number)
         holders: dict[str, tuple[int, ...]] = {}
-        known: dict[tuple[int, ...], tuple[int, ...]] = {}  # Many files have the same holders: one tuple serves all.
+        known: dict[tuple[int, ...], tuple[dict[int, int], tuple[int, ...]]] = {}
         elsewhere: dict[str, tuple[int, int]] = {}
-        for file in lengths(manifest):
-            of_file = tuple(rank for rank, of_rank in enumerate(seen) if file in of_rank)
-            holders[file] = known.setdefault(of_file, of_file)
-            if of_file and ranks.rank not in of_file:
+        for file_number, (file, nbytes) in enumerate(may_have.items()):
+            seen_in = tuple(sees[file_number])
+            if seen_in not in known:  # Many files have the same holders: one object serves all.
+                view_of = {rank: number for number in seen_in for rank in _numbers(views[number][2])}
+                known[seen_in] = view_of, tuple(sorted(view_of))
+            view_of, of_file = known[seen_in]
+            holders[file] = of_file
+            if of_file and ranks.rank not in view_of:
                 holder = of_file[ranks.rank % len(of_file)]  # so that not all ranks ask the same one
-                elsewhere[file] = holder, seen[holder][file]
+                elsewhere[file] = holder, views[view_of[holder]][1].get(file_number, nbytes.start)
         return Spread(store, raw, manifest, holders, elsewhere)
 
+    views: Any = ranks.decide(look_for_files, _views, "look for the files")
     return ranks.together(arrange, "look for the files"), opened
+
+
+def _newest(reports: Sequence[Any]) -> tuple[int, str] | None:
+    """Returns the first rank that has found the checkpoint with the most steps, and the name of its directory, or None
+    if no rank has found one of which each machine has some of the files."""
+    found = [report for report in reports if report]
+    return (reports.index(max(found)), max(found)[-1]) if found else None
+
+
+def _views(reports: Sequence[Any]) -> list[list[Any]]:
+    """Returns each different report once, with the ranks from which it comes. A report says which files a rank sees,
+    and which of them are longer than they have to be. There may be millions of files, but all ranks of a machine see
+    the same ones, mostly some runs of them."""
+    ranks_of: dict[bytes, list[int]] = {}
+    for rank, report in enumerate(reports):
+        ranks_of.setdefault(msgpack.packb(report), []).append(rank)
+    return [[*msgpack.unpackb(report, strict_map_key=False), _runs(ranks)] for report, ranks in ranks_of.items()]
+
+
+def _runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
+    """Returns ascending numbers as runs ``[start, stop)``."""
+    starts = [n for n, before in zip(numbers, [-2, *numbers], strict=False) if n != before + 1]
+    stops = [n + 1 for n, after in zip(numbers, [*numbers[1:], -1], strict=False) if n + 1 != after]
+    return [*zip(starts, stops, strict=True)]
+
+
+def _numbers(runs: Sequence[Sequence[int]]) -> Iterator[int]:
+    """Returns the numbers that are in these runs."""
+    return chain.from_iterable(range(start, stop) for start, stop in runs)
 
 
 def _whole(run: Store, ranks: Ranks) -> list[str]:
@@ -161,10 +202,13 @@ def _whole(run: Store, ranks: Ranks) -> list[str]:
                 found.append([manifest.step, store.location.path_from(run.location), manifest.save_id, [*lacking]])
         return sorted(found, reverse=True)[:COMPARED_MAX]
 
-    lacking: dict[tuple[int, str, str], set[str]] = {}
-    for step, name, save_id, files in chain(*ranks.share(look, "look for whole checkpoints")):
-        lacking.setdefault((step, name, save_id), {*files}).intersection_update(files)
-    return [name for (_, name, _), files in sorted(lacking.items(), reverse=True) if not files]
+    def whole(reports: Sequence[Any]) -> list[str]:
+        lacking: dict[tuple[int, str, str], set[str]] = {}
+        for step, name, save_id, files in chain(*reports):
+            lacking.setdefault((step, name, save_id), {*files}).intersection_update(files)
+        return [name for (_, name, _), files in sorted(lacking.items(), reverse=True) if not files]
+
+    return ranks.decide(look, whole, "look for whole checkpoints")
 
 
 def _disks(manifest: Manifest) -> dict[str, str]:

@@ -35,6 +35,8 @@ STACK_BYTES = 512 << 10
 SWITCH_SECONDS = 0.5
 """How often a thread that waits for the interpreter asks for it. Python's default of 5 ms would have thousands of
 threads do little else."""
+JOIN_SECONDS = 5
+"""How often a rank that waits for others to join looks whether it should give up."""
 ONE_THREAD = Budget(2 << 20, threads=1)
 """A budget for many ranks in one process: one thread and 2 MiB for each of them."""
 
@@ -233,7 +235,7 @@ class _Hub:
             self._ranks[number] = rank
             if len(self._ranks) == self.size:
                 self._wake_all()
-            while not self._woken[number].wait_for(lambda: len(self._ranks) == self.size, 0.25):
+            while not self._woken[number].wait_for(lambda: len(self._ranks) == self.size, JOIN_SECONDS):
                 if closed.is_set() or time.monotonic() > deadline:
                     raise RuntimeError("the wait was given up")
 

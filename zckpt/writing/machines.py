@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from zckpt.format import names
 from zckpt.state.machines import Machine
@@ -23,15 +23,24 @@ class Machines:
     takes the lock of the directory, and commits there."""
 
     all: tuple[Machine, ...]
-    """The machines, in the order of their leaders."""
+    """The machines, in the order of their leaders. A rank other than rank 0 knows only its own one."""
+    several: bool
+    """Whether there are several machines."""
+
+    @classmethod
+    def one(cls, size: int) -> Machines:
+        """Returns the only machine, if all ranks see the same directory."""
+        return cls((Machine("", tuple(range(size))),), False)
 
     @classmethod
     def seen(cls, marks: Sequence[tuple[int, str]]) -> Machines:
-        """Returns the machines from what ``find_machines`` has returned."""
+        """Returns all machines. ``marks``: for each rank, the lowest rank that sees the same directory, and the name of
+        its own host."""
         members: dict[int, list[int]] = {}
         for rank, (leader, _) in enumerate(marks):
             members.setdefault(leader, []).append(rank)
-        return cls(tuple(Machine(marks[leader][1], tuple(ranks)) for leader, ranks in sorted(members.items())))
+        found = tuple(Machine(marks[leader][1], tuple(ranks)) for leader, ranks in sorted(members.items()))
+        return cls(found, len(found) > 1)
 
     def of(self, rank: int) -> Machine:
         """Returns the machine of a rank."""
@@ -56,13 +65,14 @@ class Machines:
 
     def tree(self) -> list[dict[str, object]]:
         """Returns the value that the tree of a checkpoint holds. It is empty if there is only one machine."""
-        return [] if len(self.all) == 1 else [{"host": host, "ranks": list(ranks)} for host, ranks in self.all]
+        return [{"host": host, "ranks": list(ranks)} for host, ranks in self.all] if self.several else []
 
 
-def find_machines(store: Store, save_id: str, ranks: Ranks) -> list[tuple[int, str]]:
-    """Returns for each rank the lowest rank that sees the same directory, and the name of its host. Each rank puts a
-    file with a name of its own into the directory of the checkpoint, looks which of the others it sees, and removes its
-    file. This is collective. Raises StorageError and RankError."""
+def find_machines(store: Store, save_id: str, ranks: Ranks) -> Machines:
+    """Finds out which ranks see the same directory. Each rank puts a file with a name of its own into the directory of
+    the checkpoint, looks which of the others it sees, and removes its file. This is collective. Raises StorageError and
+    RankError."""
+    found: list[Machines] = []
 
     def mark(rank: int) -> str:
         # The names differ from write to write, so that no client of a network file system remembers them.
@@ -72,11 +82,20 @@ def find_machines(store: Store, save_id: str, ranks: Ranks) -> list[tuple[int, s
         leader = next(rank for rank in range(ranks.rank + 1) if store.entry(mark(rank)) is not None)
         return leader, socket.gethostname()
 
+    def arrange(marks: Sequence[Any]) -> tuple[bool, dict[int, Machine]]:
+        machines = Machines.seen(marks)
+        found.append(machines)
+        return machines.several, {rank: machine for machine in machines.all for rank in machine.ranks}
+
     try:
         ranks.together(lambda: store.put(mark(ranks.rank), b""), "look for the other machines")
-        seen = ranks.share(look, "look for the other machines")
+        several, own = ranks.decide_each(look, arrange, "look for the other machines")
         ranks.together(lambda: store.remove(mark(ranks.rank)), "look for the other machines")
     finally:
         store.remove(mark(ranks.rank))
         store.remove_made()  # The lock makes the directory again, and removes it if the write fails.
-    return seen
+    if found:
+        return found[0]
+    assert own is not None, "rank 0 tells every rank its machine"
+    host, members = own
+    return Machines((Machine(host, tuple(members)),), several)

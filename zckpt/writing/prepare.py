@@ -275,7 +275,7 @@ class Preparation:
         assert own_fields is not None, "rank 0 tells every rank its shares"
         agreed, own = Agreed(*agreed_fields), ForRank(*own_fields)
         options, collected, rank = self.options, self._collected, self._rank
-        self._run_id, self._machines = agreed.run_id, Machines.seen(self._marks)
+        self._run_id = agreed.run_id
         self._describe_state(agreed.run_id)
         rank_state = collected.rank_state
         if agreed.client_states_differ and options.each_client_state:  # a rank that has passed none writes an empty one
@@ -290,7 +290,7 @@ class Preparation:
         data_files, same = self._reused(planned, agreed.earlier)
         if options.background and options.snapshot_bytes is None:
             options = replace(options, snapshot_bytes=available_bytes() // 2 // own.ranks_of_host)
-        machine = self._machines.of(rank).ranks if len(self._machines.all) > 1 else None
+        machine = self._machines.of(rank).ranks if self._machines.several else None
         self.write = RankWrite(
             store=self._store, latest_in=self.run if options.latest else None, save_id=save_id, rank=rank,
             data_files=data_files, metadata=self._metadata, options=options, same=same, machine=machine,
@@ -337,19 +337,21 @@ class Preparation:
     def find_machines(self, agreed_fields: Sequence[Any], ranks: Ranks) -> None:
         """Finds out which ranks see the same directory, if each machine may have a disk of its own. Then also commits
         what a crash has left committed on some machines only. This is collective."""
-        self._marks: Sequence[tuple[int, str]] = [(0, "")] * self._size
+        self._machines = Machines.one(self._size)
         if self.options.node_local:
             settle(self._store, ranks)
-            self._marks = find_machines(self._store, Agreed(*agreed_fields).save_id, ranks)
+            self._machines = find_machines(self._store, Agreed(*agreed_fields).save_id, ranks)
 
     @property
     def leaders(self) -> list[int]:
-        """The ranks that lead a machine each."""
+        """On rank 0, the ranks that lead a machine each."""
         return [machine.ranks[0] for machine in self._machines.all]
 
-    def of_leaders(self, results: Sequence[T]) -> dict[int, T]:
-        """Returns the results of the leaders, by their ranks."""
-        return {leader: results[leader] for leader in self.leaders}
+    def of_leaders(self, results: Sequence[T]) -> tuple[T, dict[int, T]]:
+        """On rank 0, returns the result of its own machine's leader, and for each rank of another machine that of its
+        leader."""
+        first, *others = self._machines.all
+        return results[first.ranks[0]], {rank: results[other.ranks[0]] for other in others for rank in other.ranks}
 
     def describe(self, plans_of_ranks: Sequence[Planned]) -> tuple[None, dict[int, Described]]:
         """On rank 0, makes and checks the manifest and the index. Returns what each rank gets. Raises StateError if the
@@ -404,11 +406,10 @@ class Preparation:
             self._stay_beside()
         return self.write.begin(self._lock)
 
-    def join(self, spaces: Mapping[int, Any]) -> None:
-        """On each rank, checks that it can take part in the write. ``spaces``: what ``begin`` has returned on each
-        leader."""
+    def join(self, space_of_first: Any, space: Any) -> None:
+        """On each rank, checks that it can take part in the write. Gets what ``of_leaders`` has returned."""
         leader = self._machines.of(self._rank).ranks[0]
-        join(self.write.store, self.write.save_id, self._rank, leader, spaces[leader])
+        join(self.write.store, self.write.save_id, self._rank, leader, space or space_of_first)
 
     def _stay_beside(self) -> None:
         """Lets ``latest`` go on naming the checkpoints of another engine that writes to the same directory."""
