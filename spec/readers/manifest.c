@@ -232,22 +232,24 @@ static void check_version(Bytes body, const uint64_t version[2]) {
 
 /* The features that the checkpoint requires. */
 typedef struct {
-    bool shared_files, box;
+    bool shared_files, box, pieces;
 } Features;
 
 /* Step 11. */
 static Features check_features(Bytes body) {
     Bytes value = field(body, "requires");
     uint32_t count = want(&value, ARRAY, "requires").count;
-    Features features = {false, false};
+    Features features = {false, false, false};
     /* The space before a name takes no more memory than the msgpack header of the name. */
     char *unknown = allocate(length_of(value) + 1, 1), *end = unknown;
     for (uint32_t i = 0; i < count; i++) {
         Bytes feature = want(&value, STR, "requires").bytes;
         bool shared_files = equals(feature, "shared-files"), box = equals(feature, "box");
+        bool pieces = equals(feature, "pieces");
         features.shared_files |= shared_files;
         features.box |= box;
-        if (shared_files || box) continue;
+        features.pieces |= pieces;
+        if (shared_files || box || pieces) continue;
         *end++ = ' ';
         memcpy(end, feature.at, length_of(feature));
         end += length_of(feature);
@@ -507,11 +509,12 @@ static void read_chunks(Checkpoint *c, Bytes body) {
     free(layout), free(first_row), free(rows), free(pieces), free(offset), free(bytes);
 }
 
-/* Checks M013. */
-static void check_chunks(const Checkpoint *c) {
+/* Checks M013. `many`: whether the checkpoint has the feature `pieces`. */
+static void check_chunks(const Checkpoint *c, bool many) {
     uint64_t *next_row =
         allocate(c->part_count, sizeof *next_row); /* For each part, the row at which its next chunk begins. */
-    uint64_t end = 0, chunks = 0, pieces = 0;
+    uint64_t end = 0, chunks = 0, pieces = 0, stored = 0;
+    const uint64_t most_chunks = many ? 1 << 16 : 4096, most_pieces = UINT64_C(1) << (many ? 32 : 26);
     for (size_t i = 0; i < c->chunk_count; i++) {
         const Chunk *chunk = &c->chunks[i];
         if (chunk->offset != end || chunk->bytes == 0)
@@ -528,11 +531,17 @@ static void check_chunks(const Checkpoint *c) {
             next_row[p] += chunk->rows;
         }
         if (times == 0) fail("M013", MANIFEST, "chunk %zu is of a layout of no part", i);
-        if (chunk->pieces > UINT64_C(1) << 26) fail("M013", MANIFEST, "chunk %zu has too many pieces", i);
+        if (chunk->pieces > most_pieces) fail("M013", MANIFEST, "chunk %zu has too many pieces", i);
         chunks += times;
         pieces += times * chunk->pieces;
-        if (chunks > 4096 || pieces > UINT64_C(1) << 26) fail("M013", MANIFEST, "there are too many chunks or pieces");
+        stored += chunk->pieces;
+        if (chunks > most_chunks || pieces > most_pieces)
+            fail("M013", MANIFEST, "there are too many chunks or pieces");
     }
+    if (many && chunks <= 4096 && pieces <= UINT64_C(1) << 26)
+        fail("M013", MANIFEST, "the feature `pieces` is not needed");
+    if (many && stored / 256 + (stored % 256 != 0) > end)
+        fail("M013", MANIFEST, "an index of %" PRIu64 " bytes has %" PRIu64 " pieces", end, stored);
     if (end != c->index_bytes)
         fail("M013", MANIFEST, "the chunks end at %" PRIu64 ", and `index_bytes` is %" PRIu64, end, c->index_bytes);
     for (size_t p = 0; p < c->part_count; p++) {
@@ -593,7 +602,7 @@ void open_checkpoint(Checkpoint *c, const char *path) {
     read_files(c, body);
     if (features.shared_files) read_shared(c, body);
     read_chunks(c, body);
-    check_chunks(c);
+    check_chunks(c, features.pieces);
 }
 
 /* ---- looking up ---- */

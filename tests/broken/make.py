@@ -22,7 +22,7 @@ import xxhash
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parents[1]))
 
-from tests.support.apart import Apart, frame, write  # noqa: E402
+from tests.support.apart import Apart, DataFile, frame, write  # noqa: E402
 from tests.support.spoil import (  # noqa: E402
     DATA,
     GRID,
@@ -81,6 +81,30 @@ def many_chunks(apart: Apart) -> None:
         chunk = {"layout": 2, "first_row": row, "rows": 1, "pieces": 1, "offset": 0, "bytes": 1, "digest": b""}
         for column, value in chunk.items():
             apart.body["chunks"][column].append(value)
+
+
+def many_chunks_with_the_feature(apart: Apart) -> None:
+    """Makes the chunks of ``many_chunks``, with the feature that allows them, and the files of the new parts."""
+    many_chunks(apart)
+    apart.body["requires"] = ["pieces"]
+    entry = {"dtype": "U8", "shape": apart.body["shapes"][2], "data_offsets": [0, 0]}
+    for part in (2, 3):
+        name = apart.body["parts"][part]["name"]
+        metadata = apart.files[-1].header["__metadata__"] | {"zckpt.part": name, "zckpt.shapes": "{}"}
+        entries = {f"t{i}": entry for i in range(5, 5 + 2048)}
+        file = DataFile(f"rank-00001/{name}.safetensors", {"__metadata__": metadata} | entries, bytearray())
+        apart.files.append(file)
+        place = {"rank": 1, "part": part, "tier": 0, "bytes": 0, "data_start": 0, "first_block": 0}
+        for column, value in place.items():
+            apart.body["files"][column].append(value)
+    for columns in apart.index[2:]:
+        columns["block"] = [-(-len(file.head) // apart.body["block_bytes"])]
+
+
+def dense(apart: Apart) -> None:
+    """Claims 2^26 + 1 pieces, with the feature that allows them, in an index of few bytes."""
+    apart.body["requires"] = ["pieces"]
+    apart.body["chunks"]["pieces"] = [1 << 26, 1]
 
 
 def two_huge_copies(apart: Apart) -> None:
@@ -213,7 +237,7 @@ CASES: dict[str, Case] = {
     "M005-containers": repack(
         lambda raw: b"\xde\0\x11" + raw[3:] + b"\xa4more\xdd\0\x40\0\0" + b"\x80" * (1 << 22), large=True
     ),
-    "M006-before-the-rest": Case(lambda apart: apart.body.update(requires=["pieces"], names=1, chunks=None)),
+    "M006-before-the-rest": Case(lambda apart: apart.body.update(requires=["zstd"], names=1, chunks=None)),
     "M006-feature": body("requires", ["zstd"]),
     "M007-name": body("names", 1, "w"),
     "M007-part": body("parts", 1, "name", "master"),
@@ -241,6 +265,8 @@ CASES: dict[str, Case] = {
     "M013-layout": body("chunks", "layout", [0, 2]),
     "M013-pieces": body("chunks", "pieces", [1 << 26, 1]),
     "M013-chunks": Case(many_chunks, large=True),
+    "M013-dense": Case(dense),
+    "M013-few": body("requires", ["pieces"]),
     "M014-nothing": shared({}, header="0123456789abcdef"),
     "M014-no-file": shared({OLDER: [MASTER], "0" * 16: []}),
     "M014-order": shared({OLDER: [STATE, MASTER]}),
@@ -389,6 +415,7 @@ SOUND_CASES = {
     "sound-integers": repack(other_integers),
     "sound-keys": body(5, 1),
     "sound-nested": nested_latest(),
+    "sound-pieces": Case(many_chunks_with_the_feature, large=True),
     "sound-shared": shared({OLDER: [MASTER]}),
 }
 """Checkpoints that conform, though a reader might take them for broken ones."""

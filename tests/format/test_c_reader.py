@@ -80,17 +80,21 @@ def rule_of(result: subprocess.CompletedProcess[bytes]) -> str | None:
     return output.partition(" ")[0]
 
 
+def place(fixture: dict[str, Any], tmp_path: Path) -> Path:
+    """Returns the directory of a fixture. One that is not in the repository is made."""
+    if fixture["directory"] is not None:
+        return SPEC / fixture["directory"]
+    subprocess.run([sys.executable, MAKE, fixture["name"], tmp_path / "large"], check=True)
+    return tmp_path / "large"
+
+
 @pytest.mark.parametrize(
     "fixture",
     [pytest.param(fixture, marks=pytest.mark.matrix) if fixture["name"] in SLOW else fixture for fixture in FIXTURES],
     ids=lambda fixture: fixture["name"],
 )
 def test_it_reports_the_rule_of_each_fixture(run: Any, fixture: dict[str, Any], tmp_path: Path) -> None:
-    if fixture["directory"] is None:
-        path = tmp_path / "large"
-        subprocess.run([sys.executable, MAKE, fixture["name"], path], check=True)
-    else:
-        path = SPEC / fixture["directory"]
+    path = place(fixture, tmp_path)
     assert rule_of(run("validate", path)) == fixture["rule"]
     assert rule_of(run("load", path)) == (fixture["rule"] if fixture["loader"] else None)
     shutil.rmtree(tmp_path)
@@ -108,8 +112,8 @@ def dump(run: Any, path: Path, key: str) -> bytes:
 
 
 @pytest.mark.parametrize("fixture", SOUND, ids=lambda fixture: fixture["name"])
-def test_it_reads_what_the_library_reads(run: Any, fixture: dict[str, Any]) -> None:
-    path = SPEC / fixture["directory"]
+def test_it_reads_what_the_library_reads(run: Any, fixture: dict[str, Any], tmp_path: Path) -> None:
+    path = place(fixture, tmp_path)
     tensors = zckpt.open(path).load()
     rows = [
         f"{key}\t{DTYPE_NAMES[tensor.dtype]}\t[{','.join(map(str, tensor.shape))}]\n" for key, tensor in tensors.items()
@@ -190,10 +194,10 @@ def test_it_accepts_what_a_later_minor_version_may_add(run: Any, tmp_path: Path)
 
 def test_it_names_every_feature_that_it_does_not_know(run: Any, tmp_path: Path) -> None:
     apart = Apart.of(SPEC / "example" / "run" / "global_step7")
-    apart.body["requires"] = ["pieces", "shared-files", "zstd"]
+    apart.body["requires"] = ["telepathy", "shared-files", "zstd"]
     apart.write(tmp_path)
     output = run("validate", tmp_path).stdout.decode()
-    assert output == "M006 manifest.msgpack: requires features that this reader does not know: pieces zstd\n"
+    assert output == "M006 manifest.msgpack: requires features that this reader does not know: telepathy zstd\n"
 
 
 @pytest.mark.parametrize("words", [[], ["read"], ["dump", "x"], ["list", "x", "y"], ["list", "/nonexistent"]])

@@ -214,7 +214,7 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], None]]] = {
     "another major version": ("M002", replace(b"\x92\x01\x00", b"\x92\x02\x00", MANIFEST)),
     "cut manifest": ("M001", edit_file(lambda data: data[:-1], MANIFEST)),
     "bytes behind the manifest": ("M001", edit_file(lambda data: data + b"\0", MANIFEST)),
-    "unknown feature": ("M006", edit_body("requires", ["pieces"])),
+    "unknown feature": ("M006", edit_body("requires", ["zstd"])),
     "missing field": ("M005", edit_body("step", None)),
     "boolean for an integer": ("M005", edit_body("step", True)),
     "unequal columns": ("M005", edit_body("files.tier", lambda column: column[:-1])),

@@ -22,6 +22,7 @@ from zckpt.format.index import PIECE_BYTES, ROW_BYTES, IndexWriter, Layout, Piec
 from zckpt.format.manifest import Chunk, File, Files, Manifest, Part
 from zckpt.format.names import Tier, index_path
 from zckpt.geometry import Grid, Span
+from zckpt.listing import contents
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -128,6 +129,20 @@ def test_one_key_reads_one_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert [piece.stop for piece in checkpoint["master/t7"].pieces] == [3, 6]
     sizes = {chunk.nbytes for chunk in checkpoint.manifest.chunks}
     assert checkpoint.io.metadata_bytes - before in sizes
+    assert same_all(checkpoint.load(), written.full)
+
+
+def test_few_pieces_of_the_index_are_in_memory_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chunk that is asked for again is read again."""
+    monkeypatch.setattr(index_format, "CHUNK_PIECES", 4)
+    monkeypatch.setattr(contents, "KEPT_PIECES", 12)
+    written = write_state(tmp_path / "c", 2, {f"t{i}": (6,) for i in range(20)}, parts=("master",))
+    checkpoint = zckpt.open(written.path)
+    for number in range(len(checkpoint.manifest.chunks)):
+        checkpoint.contents.chunk(number)
+        kept = checkpoint.contents._layouts
+        assert number in kept
+        assert sum(len(layout.length) for layout in kept.values()) == checkpoint.contents._kept_pieces <= 12
     assert same_all(checkpoint.load(), written.full)
 
 

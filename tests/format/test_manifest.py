@@ -279,6 +279,29 @@ def test_a_broken_manifest_is_refused(raw: bytes, rule: str, error: type[FormatE
     assert (caught.value.rule, caught.value.file) == (rule, names.MANIFEST)
 
 
+def test_the_feature_pieces_raises_the_limits_and_bounds_the_pieces_by_the_length_of_the_index(raw: bytes) -> None:
+    """The index itself is not read."""
+
+    def with_chunk(pieces: int, index_bytes: int, features: list[str]) -> bytes:
+        body = body_of(raw) | {"requires": features, "index_bytes": index_bytes}
+        *_, last = range(len(body["chunks"]["pieces"]))
+        body["chunks"]["pieces"] = [0] * last + [pieces]
+        body["chunks"]["bytes"][last] = index_bytes - body["chunks"]["offset"][last]
+        return envelope(body)
+
+    parts = sum(part.layout_id == decode(raw).chunks[-1].layout_id for part in decode(raw).parts)
+    most = (1 << 26) // parts
+    decode(with_chunk(most, 1 << 20, []))
+    assert rule_of(with_chunk(most, 1 << 20, ["pieces"])) == "M013"  # it does not need the feature
+    for pieces in (most + 1, 1 << 28, (1 << 32) // parts):
+        fewest_bytes = -(-pieces // 256)
+        assert rule_of(with_chunk(pieces, fewest_bytes, [])) == "M013"
+        sound = with_chunk(pieces, fewest_bytes, ["pieces"])
+        assert body_of(manifest_format.encode(decode(sound)))["requires"] == ["pieces"]
+        assert rule_of(with_chunk(pieces, fewest_bytes - 1, ["pieces"])) == "M013"
+    assert rule_of(with_chunk((1 << 32) // parts + 1, 1 << 25, ["pieces"])) == "M013"
+
+
 def test_unknown_features_are_refused_before_other_fields_are_checked(raw: bytes) -> None:
     body = body_of(raw) | {"requires": ["zstd", "telepathy"], "save_id": {"new": "meaning"}}
     with pytest.raises(FeatureError, match="zstd, telepathy"):

@@ -7,6 +7,7 @@ import tracemalloc
 from dataclasses import replace
 from unittest import mock
 
+import msgpack
 import numpy as np
 import pytest
 from hypothesis import given
@@ -181,14 +182,28 @@ def test_rank_0_takes_less_than_twice_the_memory_of_the_index() -> None:
 
 
 def test_more_pieces_than_the_format_can_hold_are_refused_by_their_number() -> None:
-    """They are refused before tables of them are made. There are 22,000 tensors in three parts on 1024 ranks."""
-    with pytest.raises(UnsupportedError) as caught:
-        catalog.catalog(synthetic(1024, 22_000, 3), SAVE_ID, METADATA)
+    """They are refused before tables of them are made."""
+    rank_records = synthetic(1024, 20, 3)
+    with mock.patch.object(catalog, "MANY_PIECES_MAX", 61_439), pytest.raises(UnsupportedError) as caught:
+        catalog.catalog(rank_records, SAVE_ID, METADATA)
     message = str(caught.value)
-    for text in ("67,584,000 pieces", "1,024 ranks", "3 parts", "67,108,864", "`exclude`"):
+    for text in ("61,440 pieces", "1,024 ranks", "3 parts", "61,439", "`exclude`"):
         assert text in message
-    raw, _ = catalog.catalog(synthetic(1024, 20, 3), SAVE_ID, METADATA)
+    raw, _ = catalog.catalog(rank_records, SAVE_ID, METADATA)
     assert manifest_format.decode(raw).world_size == 1024
+
+
+def test_a_checkpoint_with_very_many_pieces_has_the_feature_for_them() -> None:
+    def requires(raw: bytes) -> list[str]:
+        return msgpack.unpackb(msgpack.unpackb(raw)[3])["requires"]
+
+    rank_records = synthetic(64, 20, 3)
+    assert requires(catalog.catalog(rank_records, SAVE_ID, METADATA)[0]) == []
+    for limit, value in (("INDEX_PIECES_MAX", 3839), ("INDEX_CHUNKS_MAX", 2)):
+        with mock.patch.object(manifest_format, limit, value):
+            raw, _ = catalog.catalog(rank_records, SAVE_ID, METADATA)
+            assert sum(chunk.pieces for chunk in manifest_format.decode(raw).chunks) == 1280
+        assert requires(raw) == ["pieces"]
 
 
 def test_digests_are_added_to_a_manifest_that_was_planned_before() -> None:

@@ -185,7 +185,7 @@ class Reader:
         need(type(body) is dict and containers(body) <= 2**22, "M005", "arrays and maps")
         need(fits(body, {"version": [UINT]}) and body["version"] == envelope[1], "M001", body.get("version"))
         need(fits(body, {"requires": [str]}), "M005", body.get("requires"))
-        need({*body["requires"]} <= {"shared-files", "box"}, "M006", body["requires"])
+        need({*body["requires"]} <= {"shared-files", "box", "pieces"}, "M006", body["requires"])
         need(fits(body, BODY) and len(body["digests"]) == body["world_size"], "M005", [*body])
         need(all(len(body[field]) <= most for field, most in LIMITS.items()), "M005", "limits")
         need({*map(len, [envelope[2], *body["digests"], *body["chunks"]["digest"]])} == {16}, "M005", "digests")
@@ -225,7 +225,10 @@ class Reader:
         index: dict[int, list[tuple[int, list[tuple[int, ...]]]]] = {layout: [] for layout in layouts}
         parts = [layouts.count(layout) for layout in chunks[0]]
         pieces = sum(count * times for count, times in zip(chunks[3], parts, strict=True))
-        need(sum(parts) <= 4096 and pieces <= 2**26, "M013", pieces)
+        many = sum(parts) > 4096 or pieces > 2**26
+        need(many == ("pieces" in self.body["requires"]), "M013", pieces)
+        need(sum(parts) <= 2**16 and pieces <= 2**32, "M013", pieces)
+        need(not many or sum(chunks[3]) <= 256 * self.body["index_bytes"], "M013", pieces)
         for layout, first_row, rows, pieces, offset, size, digest in zip(*chunks, strict=True):
             need(layout in index and (at, len(index[layout])) == (offset, first_row), "M013", offset)
             need(rows >= 1 and 1 <= size <= 64 * MIB, "M013", offset)

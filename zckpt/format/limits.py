@@ -17,10 +17,17 @@ INDEX_CHUNK_RAW_BYTES_MAX = 64 << 20
 INDEX_CHUNK_BYTES_MAX = 64 << 20
 """The most bytes of a chunk of the index as it is in the file."""
 INDEX_CHUNKS_MAX = 1 << 12
-"""The most chunks in an index. A chunk counts once for each part with its layout, because it is checked against each of
-them."""
+"""The most chunks in an index without the feature ``pieces``. A chunk counts once for each part with its layout,
+because it is checked against each of them."""
 INDEX_PIECES_MAX = 1 << 26
-"""The most pieces in all chunks of an index. The pieces of a chunk count once for each part with its layout."""
+"""The most pieces in all chunks of an index without the feature ``pieces``. The pieces of a chunk count once for each
+part with its layout."""
+MANY_CHUNKS_MAX = 1 << 16
+"""The most chunks in an index with the feature ``pieces``, counted in the same way."""
+MANY_PIECES_MAX = 1 << 32
+"""The most pieces in all chunks of an index with the feature ``pieces``, counted in the same way."""
+PIECES_PER_BYTE_MAX = 256
+"""The most pieces for each byte of an index with the feature ``pieces``. Here, the pieces of a chunk count once."""
 DIGEST_TABLE_BYTES_MAX = 1 << 30
 """The most bytes of the digest table of one rank."""
 LATEST_BYTES_MAX = 256

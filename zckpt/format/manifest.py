@@ -28,8 +28,11 @@ from zckpt.format.limits import (
     INDEX_CHUNKS_MAX,
     INDEX_PIECES_MAX,
     MANIFEST_BYTES_MAX,
+    MANY_CHUNKS_MAX,
+    MANY_PIECES_MAX,
     NAMES_MAX,
     PARTS_MAX,
+    PIECES_PER_BYTE_MAX,
     TENSOR_BYTES_MAX,
     WORLD_SIZE_MAX,
 )
@@ -48,7 +51,9 @@ SHARED_FILES = "shared-files"
 """The feature of a checkpoint with data files that earlier saves wrote."""
 BOX = "box"
 """The feature of a checkpoint with tensors that a grid divides."""
-FEATURES = frozenset({SHARED_FILES, BOX})
+PIECES = "pieces"
+"""The feature of a checkpoint whose index has more chunks or pieces than others may have."""
+FEATURES = frozenset({SHARED_FILES, BOX, PIECES})
 """The features that this reader knows."""
 
 _MAGIC = "zckpt"
@@ -284,7 +289,8 @@ class Manifest:
 def encode(manifest: Manifest) -> bytes:
     """Returns the bytes of ``manifest.msgpack``. Raises FormatError (M004) if there are too many."""
     shared, has_grids = manifest.files.shared, len(manifest.grids) > 1
-    features = [*([SHARED_FILES] if shared else []), *([BOX] if has_grids else [])]
+    uses = {SHARED_FILES: bool(shared), BOX: has_grids, PIECES: _has_many_pieces(*_index_size(manifest))}
+    features = [feature for feature, used in uses.items() if used]
     body = msgpack.packb(
         {
             "version": VERSION,
@@ -365,7 +371,7 @@ def decode(raw: bytes) -> Manifest:
         state=get.binary("state"),
         writer=get.string_map("writer"),
     )
-    _check(manifest)
+    _check(manifest, many_pieces=PIECES in requires)
     if BOX in requires and not any(any(part.grid_ids) for part in manifest.parts):
         raise broken("M015", f"needs {BOX}, and no grid divides a tensor", file=names.MANIFEST)
     return manifest
@@ -506,7 +512,7 @@ def _chunks(get: Fields) -> tuple[Chunk, ...]:
     return tuple(Chunk(*row) for row in zip(*columns, digests, strict=True))
 
 
-def _check(m: Manifest) -> None:
+def _check(m: Manifest, *, many_pieces: bool) -> None:
     """Checks the rules that are about several fields."""
     where = names.MANIFEST
     if max(len(m.names), len(m.aliases)) > NAMES_MAX or len(m.parts) > PARTS_MAX:
@@ -547,16 +553,38 @@ def _check(m: Manifest) -> None:
         if alias in m.name_ids or name not in m.name_ids:
             raise broken("M012", f"alias {alias!r} of {name!r}", file=where)
     _check_chunks(m)
+    _check_index_size(m, many_pieces=many_pieces)
+
+
+def _index_size(m: Manifest) -> tuple[int, int]:
+    """Returns the number of chunks and the number of pieces of the index. Both count once for each part."""
+    parts = Counter(part.layout_id for part in m.parts)
+    chunks = sum(parts[chunk.layout_id] for chunk in m.chunks)
+    return chunks, sum(chunk.pieces * parts[chunk.layout_id] for chunk in m.chunks)
+
+
+def _has_many_pieces(chunks: int, pieces: int) -> bool:
+    """Returns whether an index of this size needs the feature ``pieces``."""
+    return chunks > INDEX_CHUNKS_MAX or pieces > INDEX_PIECES_MAX
+
+
+def _check_index_size(m: Manifest, *, many_pieces: bool) -> None:
+    """Raises FormatError (M013) if the index is too large, or if the feature ``pieces`` is missing or not needed. So
+    the memory that the index takes is bounded before anything of it is read."""
+    chunks, pieces = _index_size(m)
+    if many_pieces != _has_many_pieces(chunks, pieces):
+        needs = f"needs {PIECES}" if many_pieces else f"does not need {PIECES}"
+        raise broken("M013", f"it {needs}, with {chunks} chunks and {pieces} pieces", file=names.MANIFEST)
+    if chunks > MANY_CHUNKS_MAX or pieces > MANY_PIECES_MAX:
+        raise broken("M013", f"{chunks} chunks, {pieces} pieces", file=names.MANIFEST)
+    stored = sum(chunk.pieces for chunk in m.chunks)
+    if many_pieces and stored > PIECES_PER_BYTE_MAX * m.index_bytes:
+        raise broken("M013", f"{stored} pieces in an index of {m.index_bytes} bytes", file=names.MANIFEST)
 
 
 def _check_chunks(m: Manifest) -> None:
-    """Raises FormatError (M013) unless the chunks tile the index file and the rows of each layout, within the
-    limits."""
+    """Raises FormatError (M013) unless the chunks tile the index file and the rows of each layout."""
     where = names.MANIFEST
-    parts = Counter(part.layout_id for part in m.parts)
-    chunks = sum(parts[chunk.layout_id] for chunk in m.chunks)
-    if chunks > INDEX_CHUNKS_MAX:
-        raise broken("M013", f"{chunks} chunks", file=where)
     stop = 0
     rows: Counter[int] = Counter()
     for chunk in m.chunks:
@@ -568,9 +596,6 @@ def _check_chunks(m: Manifest) -> None:
         rows[chunk.layout_id] += chunk.rows
     if stop != m.index_bytes:
         raise broken("M013", f"the chunks end at {stop} of {m.index_bytes} bytes", file=where)
-    pieces = sum(chunk.pieces * parts[chunk.layout_id] for chunk in m.chunks)
-    if pieces > INDEX_PIECES_MAX:
-        raise broken("M013", f"the chunks hold {pieces} pieces", file=where)
     layouts: dict[int, Part] = {}
     for part in m.parts:
         first = layouts.setdefault(part.layout_id, part)

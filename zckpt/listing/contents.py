@@ -45,6 +45,8 @@ if TYPE_CHECKING:
     from zckpt.storage.contract import Reader, Store
 
 
+KEPT_PIECES = 1 << 22
+"""How many pieces the chunks of the index have at most that ``Contents`` keeps in memory. They take 224 MiB."""
 LISTED_PIECES = 1 << 18
 """About how many pieces ``Contents.stored_each`` lists at a time. They take 12 MiB."""
 RANK_PIECES = 1 << 17
@@ -160,6 +162,9 @@ class Contents(Mapping[str, TensorInfo]):
         self.reader = reader
         self.store = store
         self._layouts: dict[int, Layout] = {}
+        """The chunks that were asked for last, the oldest first."""
+        self._kept_pieces = 0
+        """How many pieces these chunks have."""
         self._tables: dict[int, memoryview] = {}
         self._reading: dict[int, threading.Lock] = {}
         """The locks that let one thread at a time read the digest table of a rank."""
@@ -307,12 +312,18 @@ class Contents(Mapping[str, TensorInfo]):
         }
 
     def chunk(self, number: int) -> Layout:
-        """Returns one chunk of the index. It is read and checked when it is first asked for."""
-        if number not in self._layouts:
+        """Returns one chunk of the index. It is read and checked when it is first asked for, and read again if many
+        others have been asked for since."""
+        layout = self._layouts.get(number)
+        if layout is None:
             chunk = self.manifest.chunks[number]
             raw = self.reader.read(names.index_path(self.manifest.save_id), chunk.offset, chunk.nbytes)
-            self._layouts[number] = index_format.decode(raw, chunk, self.manifest)
-        return self._layouts[number]
+            layout = index_format.decode(raw, chunk, self.manifest)
+            while self._layouts and self._kept_pieces + chunk.pieces > KEPT_PIECES:
+                self._kept_pieces -= len(self._layouts.pop(next(iter(self._layouts))).length)
+            self._layouts[number] = layout
+            self._kept_pieces += chunk.pieces
+        return layout
 
     def piece_infos(self, info: TensorInfo) -> tuple[PieceInfo, ...]:
         pieces = list(self.pieces(info))

@@ -19,7 +19,7 @@ from zckpt.format import tree
 from zckpt.format.digest import DIGEST_BYTES, digest
 from zckpt.format.grids import packed_sections
 from zckpt.format.index import IndexWriter, Layout
-from zckpt.format.limits import INDEX_PIECES_MAX
+from zckpt.format.limits import MANY_PIECES_MAX
 from zckpt.format.manifest import File, Files, Manifest, Part
 from zckpt.format.names import LINEAGE, MACHINES, Tier, data_file_path
 from zckpt.format.rules import broken
@@ -404,11 +404,11 @@ def _check_pieces(rank_records: Sequence[RankRecord]) -> None:
     """Raises UnsupportedError if there are too many pieces. The caller does this before it makes tables of them, which
     would take much memory."""
     pieces = sum(len(record.piece_columns[file.columns_id]) for record in rank_records for file in record.files)
-    if pieces > INDEX_PIECES_MAX:
+    if pieces > MANY_PIECES_MAX:
         parts = {file.part for record in rank_records for file in record.files}
         raise UnsupportedError(
             f"the checkpoint would have {pieces:,} pieces of tensors ({len(rank_records):,} ranks, "
-            f"{len(parts)} parts); the format can hold {INDEX_PIECES_MAX:,}",
+            f"{len(parts)} parts); the format can hold {MANY_PIECES_MAX:,}",
             rule="M013",
             hint="leave parts out with `exclude`, and write them as a checkpoint of their own with `parts`",
         )
