@@ -48,7 +48,8 @@ from zckpt.format import names
 from zckpt.format.digest import BLOCK_BYTES
 from zckpt.plan import catalog
 path, save_id = Path(sys.argv[1]), sys.argv[2]
-received = msgpack.unpackb((path / "records").read_bytes())
+with (path / "records").open("rb") as file:
+    received = list(msgpack.Unpacker(file))
 before = peak()
 start, cpu_start = time.perf_counter(), time.process_time()
 metadata = catalog.SaveMetadata(step=100, block_bytes=BLOCK_BYTES, aliases={}, state=b"\\xc0", writer={})
@@ -122,7 +123,7 @@ def generate(path: Path, ranks: int, parameters: int, tp: int, seed: int = 0) ->
         pieces += sum(len(plan.fragments) for plan in plans)
         records.append(catalog.pack(catalog.rank_record(rank, plans)))
     (path / names.data_dir(SAVE_ID)).mkdir(parents=True)
-    (path / "records").write_bytes(msgpack.packb(records))
+    (path / "records").write_bytes(b"".join(map(msgpack.packb, records)))
     return pieces, [f"{part}/{name}" for part in PARTS for name in shapes]
 
 

@@ -232,46 +232,51 @@ def _chunks(
         first = np.searchsorted(name if order is None else name[order], first_names)
         placed.append((file, order, [*first.tolist(), len(name)]))
     for number in range(len(first_names)):
-        yield _rows(part, _pieces_of_chunk(placed, number), tensors, name_of)
+        yield _rows(part, _pieces_of_chunk(placed, number, name_of), tensors, name_of)
 
 
-def _pieces_of_chunk(placed: Sequence[tuple[_FilePieces, Ints | None, Sequence[int]]], number: int) -> list[Ints]:
+def _pieces_of_chunk(
+    placed: Sequence[tuple[_FilePieces, Ints | None, Sequence[int]]], number: int, name_of: Ints
+) -> list[Ints]:
     """Returns the columns of all pieces of one chunk, which ``_rows`` gets. ``placed``: as in ``_chunks``."""
     columns = []
     for file, order, first_pieces in placed:
         pieces = slice(first_pieces[number], first_pieces[number + 1])
         if pieces.start < pieces.stop:
             columns.append(file.take(pieces if order is None else order[pieces]))
-    return [np.concatenate(column, dtype=np.int64) for column in zip(*columns, strict=True)]
+    together = [np.concatenate(column, dtype=np.int64) for column in zip(*columns, strict=True)]
+    tensor, start, _, copy, *_ = together
+    order = np.lexsort((start, copy, name_of[tensor]))
+    return [column[order] for column in together]
 
 
 def _rows(part: str, columns: Sequence[Ints], tensors: Sequence[Tensor], name_of: Ints) -> Layout:
     """Returns the rows of some tensors of one part.
 
-    ``columns`` are int64 arrays with an entry for each piece: tensor, start, stop, copy, offset, block, rank, tier.
-    ``name_of`` has the name id of each tensor. Raises RankError if ranks disagree about a tensor, and FormatError
-    (I005) if the pieces of all ranks do not make up whole tensors.
+    ``columns`` are int64 arrays with an entry for each piece: tensor, start, stop, copy, offset, block, rank, tier. The
+    pieces are in the order of their names, copies and starts. ``name_of`` has the name id of each tensor. Raises
+    RankError if ranks disagree about a tensor, and FormatError (I005) if the pieces of all ranks do not make up whole
+    tensors.
     """
     tensor, start, stop, copy, offset, block, rank, tier = columns
     name = name_of[tensor]
-    order = np.lexsort((start, copy, name))
-    row_name, first, count = np.unique(name[order], return_index=True, return_counts=True)
-    row_tensor = tensor[order][first]
-    differs = np.flatnonzero(tensor[order] != np.repeat(row_tensor, count))
+    row_name, first, count = np.unique(name, return_index=True, return_counts=True)
+    row_tensor = tensor[first]
+    differs = np.flatnonzero(tensor != np.repeat(row_tensor, count))
     if len(differs):
         pair = (differs[0], first[np.searchsorted(first, differs[0], "right") - 1])
-        (label, *one), (_, *other) = (tensors[tensor[order[at]]] for at in pair)
-        this_rank, other_rank = (int(rank[order[at]]) for at in pair)
+        (label, *one), (_, *other) = (tensors[tensor[at]] for at in pair)
+        this_rank, other_rank = (int(rank[at]) for at in pair)
         raise RankError(
             f"{part}/{label} is {_described(*one)} on rank {this_rank}, {_described(*other)} on rank {other_rank}",
             key=f"{part}/{label}",
             rank=this_rank,
         )
-    layout = Layout(row_name, count, rank[order], tier[order], (stop - start)[order], offset[order], block[order])
+    layout = Layout(row_name, count, rank, tier, stop - start, offset, block)
     numel = np.array([math.prod(tensors[number][1]) for number in row_tensor.tolist()], np.int64)
-    wrong = _wrong_starts(layout, name[order], copy[order], start[order], numel)
+    wrong = _wrong_starts(layout, name, copy, start, numel)
     if wrong.any():
-        label = tensors[tensor[order][np.argmax(wrong)]][0]
+        label = tensors[tensor[np.argmax(wrong)]][0]
         raise broken("I005", "the pieces of all ranks leave a gap or overlap", key=f"{part}/{label}")
     return layout
 
