@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice, pairwise, product
-from operator import ge
 from typing import TYPE_CHECKING, TypeVar, overload
 
 import msgpack
@@ -465,7 +464,7 @@ def _part(value: object, *, has_grids: bool) -> Part:
     )
     if len({len(name_ids), len(part.shape_ids), len(part.dtypes), len(grid_ids)}) > 1:
         raise broken("M010", f"the columns of part {name} differ in length", file=names.MANIFEST)
-    if any(map(ge, name_ids, name_ids[1:])):
+    if any(map(int.__ge__, name_ids, name_ids[1:])):
         raise broken("M010", f"the name ids of part {name} are not ascending", file=names.MANIFEST)
     for dtype in set(part.dtypes):
         if dtype not in ITEM_BYTES:
