@@ -23,7 +23,7 @@ highest. Each imports only itself and the rows above it. This includes imports t
     version    no torch, no I/O the version of the library
     errors     no torch, no I/O all errors, and how an error of the operating system becomes one of them
     progress   no torch         the progress that a caller gets while bytes move, and a progress bar that shows it
-    system     no torch         calls that only Linux has, threads that are always joined, available memory
+    system     no torch         calls that only Linux has, joined threads, available memory, the garbage collector
     geometry   no torch, no I/O the order of a tensor's elements: grids, boxes, spans, and how one order lies in another
     format     no torch, no I/O encodes and decodes each file of the format as bytes, and checks rules and limits
     state      no torch, no I/O the training state of one rank: fragments of tensors, and where they are

@@ -27,6 +27,7 @@ from zckpt.storage.buffers import PAGE_BYTES
 from zckpt.storage.local_writer import LocalWriter
 from zckpt.testing import ReferenceEngine
 from zckpt.testing.fragments import write_fragments
+from zckpt.transfer import host_memory
 from zckpt.transfer import write as io_write
 from zckpt.writing.collect import pack_tree
 
@@ -71,17 +72,22 @@ def written(path: str, tensors: dict[str, torch.Tensor]) -> None:
 def copied_bytes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Returns a list of the lengths of the processor's copies in a write: to staging buffers, and of parts of pages."""
     lengths: list[int] = []
-    fill, edge = io_write._fill, LocalWriter._edge
+    fill, gather, edge = io_write._fill, host_memory.gather, LocalWriter._edge
 
     def fill_counted(stage: Any, at: int, plan: Any, source: int, start: int, nbytes: int, copies: Any) -> None:
         lengths.append(nbytes)
         fill(stage, at, plan, source, start, nbytes, copies)
+
+    def gather_counted(address: Any, nbytes: Any, start: Any, staged: Any) -> None:
+        lengths.extend(nbytes.tolist())
+        gather(address, nbytes, start, staged)
 
     def edge_counted(self: LocalWriter, part: Any, offset: int) -> Any:
         lengths.append(len(part))
         return edge(self, part, offset)
 
     monkeypatch.setattr(io_write, "_fill", fill_counted)
+    monkeypatch.setattr(io_write, "gather", gather_counted)
     monkeypatch.setattr(LocalWriter, "_edge", edge_counted)
     return lengths
 

@@ -11,7 +11,7 @@ import msgpack
 from zckpt.api.background import wait_for
 from zckpt.api.write import write_engine
 from zckpt.engines.history import history_of
-from zckpt.engines.state_dict.flat import OWN, PATHS, RANKS, Contents, FlatState, matches
+from zckpt.engines.state_dict.flat import OWN, PATHS, RANKS, Contents, FlatState, matches, packed_paths
 from zckpt.errors import StateError, first_few
 from zckpt.format.digest import digest
 from zckpt.format.names import CLIENT_STATE
@@ -19,6 +19,7 @@ from zckpt.format.tree import below
 from zckpt.plan.select import several
 from zckpt.ranks.collectives import Ranks, check_equal
 from zckpt.state.lineage import run_by_tensors
+from zckpt.system.collector import paused_collector
 from zckpt.writing.collect import fingerprint
 from zckpt.writing.options import WriteOptions
 
@@ -165,6 +166,7 @@ def write_contents(
     return write_engine(state, path, options, call)
 
 
+@paused_collector()
 def _agreed(
     make: Callable[[int], Contents],
     options: WriteOptions,
@@ -229,7 +231,7 @@ def _divided(
     paths = {name: path for of_rank, _ in tensors_of_ranks for name, path in of_rank.items()}
     paths |= {name: path for of_rank in values_of_ranks for name, (path, _) in of_rank.items()}
     tree: dict[str, Any] = {
-        PATHS: {name: tuple(path) for name, path in paths.items()},
+        PATHS: packed_paths(map(tuple, paths.values())),
         RANKS: {name: ranks[0] for name, ranks in value_holders.items() if ranks[0]},
         OWN: [name for name, ranks in value_holders.items() if not values_of_ranks[ranks[0]][name][1]],
     }

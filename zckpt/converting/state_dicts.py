@@ -17,7 +17,7 @@ from zckpt.converting.restricted_pickle import load
 from zckpt.converting.source import RankPart, Source
 from zckpt.engines import optimizer
 from zckpt.engines.flats import FlatBuffer, ParameterRange, moments
-from zckpt.engines.state_dict.flat import OWN, PATHS, RANKS, STATE_DICT, Path
+from zckpt.engines.state_dict.flat import OWN, PATHS, RANKS, STATE_DICT, Path, packed_paths
 from zckpt.engines.tensors import dtype_name
 from zckpt.engines.trees import COUNTERS
 from zckpt.errors import FormatError, UnsupportedError, first_few
@@ -138,7 +138,7 @@ def source_of(leaves: Leaves, path: str, what: str, files: Mapping[str, FileStat
         return training.source(path, what, files)
     aliases = dict(_same_places(leaves.tensors))
     tensors = [(PARAM, name, name) for name in leaves.tensors if name not in aliases]
-    tree = {PATHS: leaves.paths, RANKS: {}, OWN: []}
+    tree = {PATHS: packed_paths(leaves.paths.values()), RANKS: {}, OWN: []}
     missing = () if why is None else (f"a training state that zckpt.restore resumes: {why}",)
     return Source(
         path, f"{what}, a state dict", leaves.ranks, 0, aliases, {STATE_DICT: tree}, leaves.values,

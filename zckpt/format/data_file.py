@@ -9,6 +9,7 @@ import reprlib
 import struct
 from collections import Counter
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate, pairwise
 from json.encoder import encode_basestring
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -156,10 +157,14 @@ def encode_header(
         grids = {name: packed_sections(of_tensor) for name, of_tensor in sections.items()}
         metadata["zckpt.grids"] = json.dumps(grids, separators=(",", ":"), ensure_ascii=False)
     members = [f'"{names.METADATA}":{json.dumps(metadata, separators=(",", ":"), ensure_ascii=False)}']
+
+    @cache
+    def described(dtype: str, shape: tuple[int, ...]) -> str:
+        return f'"dtype":"{dtype}","shape":[{",".join(map(str, shape))}]'
+
     # If there are many small tensors, json.dumps of a dict for each of them would take longer than to write their data.
     members += [
-        f'{encode_basestring(name)}:{{"dtype":"{dtype}","shape":[{",".join(map(str, shape))}],'
-        f'"data_offsets":[{offset},{offset + nbytes}]}}'
+        f'{encode_basestring(name)}:{{{described(dtype, shape)},"data_offsets":[{offset},{offset + nbytes}]}}'
         for name, dtype, shape, offset, nbytes in entries
     ]
     text = f"{{{','.join(members)}}}".encode()

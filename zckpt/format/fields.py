@@ -73,14 +73,15 @@ class Fields:
     def integers(self, name: str) -> list[int]:
         """Returns an array of integers of 0 to ``TENSOR_BYTES_MAX``."""
         values = self.array(name)
-        if not all(type(value) is int and 0 <= value <= TENSOR_BYTES_MAX for value in values):
+        sizes = {*map(type, values)} <= {int}
+        if not (sizes and 0 <= min(values, default=0) <= max(values, default=0) <= TENSOR_BYTES_MAX):
             raise broken("M005", f"field {name!r} holds something else than sizes", file=names.MANIFEST)
         return values
 
     def strings(self, name: str) -> list[str]:
         """Returns an array of strings."""
         values = self.array(name)
-        if not all(type(value) is str for value in values):
+        if not {*map(type, values)} <= {str}:
             raise broken("M005", f"field {name!r} holds something else than strings", file=names.MANIFEST)
         return values
 

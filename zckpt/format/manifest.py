@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import islice, pairwise
-from typing import TYPE_CHECKING, overload
+from itertools import islice, pairwise, product
+from typing import TYPE_CHECKING, TypeVar, overload
 
 import msgpack
 import numpy as np
@@ -44,6 +44,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
     from zckpt.geometry import Ints, Sections
+
+_One = TypeVar("_One")
+_Other = TypeVar("_Other")
 
 VERSION = (1, 0)
 """The major and the minor version of the format that this module writes."""
@@ -467,7 +470,7 @@ def _part(value: object, *, has_grids: bool) -> Part:
     )
     if len({len(name_ids), len(part.shape_ids), len(part.dtypes), len(grid_ids)}) > 1:
         raise broken("M010", f"the columns of part {name} differ in length", file=names.MANIFEST)
-    if any(a >= b for a, b in pairwise(part.name_ids)):
+    if any(map(int.__ge__, name_ids, name_ids[1:])):
         raise broken("M010", f"the name ids of part {name} are not ascending", file=names.MANIFEST)
     for dtype in set(part.dtypes):
         if dtype not in ITEM_BYTES:
@@ -517,8 +520,7 @@ def _check(m: Manifest, *, many_pieces: bool) -> None:
     where = names.MANIFEST
     if max(len(m.names), len(m.aliases)) > NAMES_MAX or len(m.parts) > PARTS_MAX:
         raise broken("M005", f"{len(m.names)} names, {len(m.aliases)} aliases, {len(m.parts)} parts", file=where)
-    for name in m.names:
-        names.check_tensor_name(name, file=where)
+    names.check_tensor_names(m.names, file=where)
     for values in (m.names, [part.name for part in m.parts]):
         if len(set(values)) != len(values):
             raise broken("M007", f"{Counter(values).most_common(1)[0][0]!r} is listed twice", file=where)
@@ -526,12 +528,12 @@ def _check(m: Manifest, *, many_pieces: bool) -> None:
     for part in m.parts:
         if part.name_ids and part.name_ids[-1] >= len(m.names):
             raise broken("M010", f"part {part.name} has name id {part.name_ids[-1]} of {len(m.names)}", file=where)
-        for shape_id, dtype in set(zip(part.shape_ids, part.dtypes, strict=True)):
+        for shape_id, dtype in _pairs(part.shape_ids, part.dtypes):
             if shape_id >= len(m.shapes):
                 raise broken("M010", f"part {part.name} has shape id {shape_id} of {len(m.shapes)}", file=where)
             if math.prod(m.shapes[shape_id]) * ITEM_BYTES[dtype] > TENSOR_BYTES_MAX:
                 raise broken("M008", f"shape {m.shapes[shape_id]} of {dtype}", file=where)
-        for shape_id, grid_id in set(zip(part.shape_ids, part.grid_ids, strict=True)):
+        for shape_id, grid_id in _pairs(part.shape_ids, part.grid_ids):
             if grid_id >= len(m.grids) or not fits(sizes[grid_id], m.shapes[shape_id]):
                 raise broken("M015", f"part {part.name}: grid {grid_id} of shape {m.shapes[shape_id]}", file=where)
     if m.grids[:1] != ((),) or not all(m.grids[1:]):
@@ -580,6 +582,13 @@ def _check_index_size(m: Manifest, *, many_pieces: bool) -> None:
     stored = sum(chunk.pieces for chunk in m.chunks)
     if many_pieces and stored > PIECES_PER_BYTE_MAX * m.index_bytes:
         raise broken("M013", f"{stored} pieces in an index of {m.index_bytes} bytes", file=names.MANIFEST)
+
+
+def _pairs(one: Sequence[_One], other: Sequence[_Other]) -> set[tuple[_One, _Other]]:
+    """Returns the distinct pairs of the items of two columns. Mostly one column has only one value. Then no object is
+    made for each item."""
+    ones, others = set(one), set(other)
+    return {*product(ones, others)} if min(len(ones), len(others)) < 2 else {*zip(one, other, strict=True)}
 
 
 def _check_chunks(m: Manifest) -> None:

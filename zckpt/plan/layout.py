@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_right
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -22,12 +22,12 @@ from zckpt.state.inventory import ANY_TIME, FileRange, Fragment
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence
 
-    from zckpt.geometry import Ints, Sections
+    from zckpt.geometry import Ints
 
 HEADER, FILLER = -1, -2
 """The sources of the regions that are not pieces."""
 SHARED_BYTES_MIN = 64 << 10
-"""The length in bytes from which adjacent fragments in a swap file are a long run (see ``long_runs``)."""
+"""The length in bytes from which adjacent fragments in a swap file are a long run (see ``_Places.long_runs``)."""
 HOST_BYTES_MIN = 1 << 20
 """The length in bytes from which adjacent fragments in host memory are a long run."""
 
@@ -112,14 +112,18 @@ def plan_data_files(
 
     Raises UnsupportedError, or FormatError (S001), if there is more than the format can hold.
     """
-    parts = list(dict.fromkeys(fragment.part for fragment in fragments))
-    place = {part: number for number, part in enumerate(parts)}
-    ordered = sorted(fragments, key=lambda f: (place[f.part], f.tier, -ITEM_BYTES[f.dtype]))
+    parts = {part: number for number, part in enumerate(dict.fromkeys(fragment.part for fragment in fragments))}
+    part_number = np.array([parts[fragment.part] for fragment in fragments], np.int64)
+    tier = np.array([fragment.tier for fragment in fragments], np.int64)
+    item_bytes = np.array([ITEM_BYTES[fragment.dtype] for fragment in fragments], np.int64)
+    order = np.lexsort((-item_bytes, tier, part_number))
     plans: list[DataFilePlan] = []
     first_block = 0
-    for (part, tier), group in itertools.groupby(ordered, key=lambda f: (f.part, f.tier)):
-        data_file = DataFileId(save_id, rank, world_size, part, tier)
-        plan = _plan_data_file(data_file, list(group), first_block, block_bytes, in_memory=part not in copied)
+    for begin, end in runs_of_equal((part_number * len(Tier) + tier)[order]):
+        group = [fragments[number] for number in order[begin:end].tolist()]
+        data_file = DataFileId(save_id, rank, world_size, group[0].part, group[0].tier)
+        in_memory = group[0].part not in copied
+        plan = _plan_data_file(data_file, group, first_block, block_bytes, in_memory=in_memory)
         plans.append(plan)
         first_block += plan.blocks
     if first_block * DIGEST_BYTES > DIGEST_TABLE_BYTES_MAX:
@@ -136,45 +140,48 @@ def _plan_data_file(
 ) -> DataFilePlan:
     """Returns the plan of one data file. A filler goes before each long run in a swap file and, with ``in_memory``, in
     host memory, if the run needs one."""
-    entries: list[tuple[str, str, tuple[int, ...], int, int]] = []
-    sources = [HEADER]
-    shapes: dict[str, tuple[int, ...]] = {}
-    sections: dict[str, Sections] = {}
-    offset = 0
-    long = long_runs(fragments, in_memory=in_memory)
-    for number, fragment in enumerate(fragments):
-        if long.get(number) == number and fragment.place is not None:
-            # With this gap, the run begins as far behind the start of a page in the file as it does at its place.
-            gap = (fragment.place[1] - offset) % DATA_ALIGNMENT_BYTES
-            if gap:
-                entries.append((f"{FILLER_PREFIX}{number}", "U8", (gap,), offset, gap))
-                sources.append(FILLER)
-                offset += gap
-        shape, count, grid = fragment.shape, fragment.span.numel, fragment.span.grid
-        name = piece_name(fragment.name, fragment.span)
-        if grid.sections:
-            sections[fragment.name] = grid.sections
-        if name != fragment.name:
-            shapes[fragment.name] = shape
-            shape = (count,)
-        nbytes = count * ITEM_BYTES[fragment.dtype]
-        entries.append((name, fragment.dtype, shape, offset, nbytes))
-        sources.append(number)
-        offset += nbytes
+    places = _Places.of(fragments)
+    nbytes = places.nbytes
+    first_of_run = places.long_runs(in_memory=in_memory)
+    offset = np.cumsum(nbytes) - nbytes
+    gap = np.zeros_like(nbytes)
+    gap_bytes = 0
+    for number in np.flatnonzero(first_of_run == np.arange(len(fragments))).tolist():
+        # With this gap, the run begins as far behind the start of a page in the file as it does at its place.
+        gap[number] = (int(places.start[number] - offset[number]) - gap_bytes) % DATA_ALIGNMENT_BYTES
+        gap_bytes += int(gap[number])
+    offset += np.cumsum(gap)
+    names = [piece_name(fragment.name, fragment.span) for fragment in fragments]
+    named = list(zip(names, fragments, strict=True))
+    shapes = {fragment.name: fragment.shape for name, fragment in named if name != fragment.name}
+    sections = {f.name: f.span.grid.sections for f in fragments if f.span.grid.sections}
+    columns = (
+        names,
+        [fragment.dtype for fragment in fragments],
+        [f.shape if name == f.name else (f.span.numel,) for name, f in named],
+        offset.tolist(),
+        nbytes.tolist(),
+    )
+    pieces = list(zip(*columns, strict=True))
+    after_gap = np.flatnonzero(gap)
+    entries = pieces[: after_gap[0]] if len(after_gap) else pieces
+    for number, following in itertools.pairwise([*after_gap.tolist(), len(pieces)]):
+        size = int(gap[number])
+        entries.append((f"{FILLER_PREFIX}{number}", "U8", (size,), int(offset[number]) - size, size))
+        entries += pieces[number:following]
     header = encode_header(data_file, entries, shapes, sections)
-    regions, blocks = _regions(sources, [len(header), *[entry[-1] for entry in entries]], block_bytes)
-    nbytes = len(header) + offset
-    return DataFilePlan(data_file, header, tuple(fragments), regions, nbytes, first_block, blocks)
+    sources = np.insert(np.arange(len(fragments)), after_gap, FILLER)
+    sizes = np.insert(nbytes, after_gap, gap[after_gap])
+    regions, blocks = _regions(np.append(HEADER, sources), np.append(len(header), sizes), block_bytes)
+    return DataFilePlan(data_file, header, tuple(fragments), regions, int(regions.nbytes.sum()), first_block, blocks)
 
 
-def _regions(sources: Sequence[int] | Ints, nbytes: Sequence[int] | Ints, block_bytes: int) -> tuple[Regions, int]:
+def _regions(sources: Ints, nbytes: Ints, block_bytes: int) -> tuple[Regions, int]:
     """Returns the regions of a file and the number of their blocks, given the source and the size in bytes of each
     region."""
-    sizes = np.array(nbytes, np.int64)
-    stops, counts = np.cumsum(sizes), block_count(sizes, block_bytes)
+    stops, counts = np.cumsum(nbytes), block_count(nbytes, block_bytes)
     block_stops = np.cumsum(counts)
-    regions = Regions(np.array(sources, np.int64), stops - sizes, sizes, block_stops - counts)
-    return regions, int(block_stops[-1])
+    return Regions(sources, stops - nbytes, nbytes, block_stops - counts), int(block_stops[-1])
 
 
 def plan_copied_file(data_file: DataFileId, region_bytes: Ints, first_block: int, *, block_bytes: int) -> DataFilePlan:
@@ -184,39 +191,52 @@ def plan_copied_file(data_file: DataFileId, region_bytes: Ints, first_block: int
     return DataFilePlan(data_file, b"", (), regions, int(region_bytes.sum()), first_block, blocks, is_copy=True)
 
 
-def long_runs(fragments: Sequence[Fragment], *, in_memory: bool = True) -> dict[int, int]:
-    """Finds the fragments that belong to long runs. Returns a map from the position of such a fragment to the position
-    of the first fragment of its run.
+class _Places(NamedTuple):
+    """Where the bytes of fragments are, as int64 columns. ``path`` is 0 for host memory, the number of a swap file, or
+    -1 for memory of a device. ``start`` is the first byte in the file, or the address in host memory."""
 
-    A run is a sequence of fragments whose bytes are adjacent in a swap file or, with ``in_memory``, in the memory of
-    the host. If a run begins as far behind the start of a page in the data file as in the swap file, the data file can
-    share pages with the swap file. The same holds for memory: then the run is written from it without a copy."""
-    first_of_run: dict[int, int] = {}
-    run: list[int] = []  # the fragments that are in the run so far
-    path, stop, run_bytes = "", -1, 0
+    path: Ints
+    start: Ints
+    nbytes: Ints
+    item_bytes: Ints
 
-    def end() -> None:
-        if run_bytes >= (SHARED_BYTES_MIN if path else HOST_BYTES_MIN):
-            first_of_run.update(dict.fromkeys(run, run[0]))
-        run.clear()
+    @classmethod
+    def of(cls, fragments: Sequence[Fragment]) -> _Places:
+        numbers: dict[str | None, int] = {None: -1, "": 0}
+        places = [fragment.place or (None, 0) for fragment in fragments]
+        item_bytes = np.array([ITEM_BYTES[fragment.dtype] for fragment in fragments], np.int64)
+        numel = np.array([fragment.span.stop - fragment.span.start for fragment in fragments], np.int64)
+        return cls(
+            np.array([numbers.setdefault(path, len(numbers) - 1) for path, _ in places], np.int64),
+            np.array([start for _, start in places], np.int64),
+            numel * item_bytes,
+            item_bytes,
+        )
 
-    for number, fragment in enumerate(fragments):
-        item_bytes, place = ITEM_BYTES[fragment.dtype], fragment.place
-        nbytes = fragment.span.numel * item_bytes
-        if nbytes == 0:
-            continue
+    @property
+    def address(self) -> Ints:
+        """The address of each fragment in host memory, or -1."""
+        return np.where(self.path == 0, self.start, -1)
+
+    def long_runs(self, *, in_memory: bool) -> Ints:
+        """Finds the fragments that belong to long runs. Returns for each fragment the first fragment of its run, or -1.
+
+        A run is a sequence of fragments whose bytes are adjacent in a swap file or, with ``in_memory``, in the memory
+        of the host. If a run begins as far behind the start of a page in the data file as in the swap file, the data
+        file can share pages with the swap file. The same holds for memory: then the run is written from it without a
+        copy."""
+        some = np.flatnonzero(self.nbytes)
+        path, start, nbytes, item_bytes = (column[some] for column in self)
         # In the data file, each piece begins at a multiple of the size of its elements.
-        if place is None or place[1] % item_bytes or not (place[0] or in_memory):
-            stop = -1
-            continue
-        if place != (path, stop):
-            end()
-            path, run_bytes = place[0], 0
-        run.append(number)
-        run_bytes += nbytes
-        stop = place[1] + nbytes
-    end()
-    return first_of_run
+        can_be_long = (path >= (0 if in_memory else 1)) & (start % item_bytes == 0)
+        begins = np.ones(len(some), bool)
+        begins[1:] = ~(can_be_long[1:] & can_be_long[:-1]) | (np.diff(path) != 0) | (np.diff(start) != nbytes[:-1])
+        first = np.flatnonzero(begins)
+        bytes_min = np.where(path[first] > 0, SHARED_BYTES_MIN, HOST_BYTES_MIN)
+        is_long = can_be_long[first] & (np.add.reduceat(nbytes, first) >= bytes_min)
+        first_of_run = np.full(len(self.nbytes), -1)
+        first_of_run[some] = np.repeat(np.where(is_long, some[first], -1), np.diff(first, append=len(some)))
+        return first_of_run
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -226,7 +246,8 @@ class WriteOp:
 
     The bytes come from one or several sources. ``source``, ``source_start`` and ``source_bytes`` are int64 columns: of
     each source, as in ``Regions``, the write takes ``source_bytes`` bytes from byte ``source_start`` on. These are
-    whole blocks, except that the last block of a source may be shorter.
+    whole blocks, except that the last block of a source may be shorter. ``address`` is the address of the first of them
+    if they are in host memory, and otherwise -1.
 
     ``place`` says where all of these bytes are adjacent, in the form of ``Fragment.place``, if they begin as far behind
     the start of a page there as in the data file. Then a swap file may share its pages with the data file, and host
@@ -240,6 +261,7 @@ class WriteOp:
     source: Ints
     source_start: Ints
     source_bytes: Ints
+    address: Ints
     place: tuple[str, int] | None
 
 
@@ -290,7 +312,7 @@ def plan_writes(
 def _cut(
     plan: DataFilePlan, number: int, batch_bytes: int, block_bytes: int, straight: Collection[str]
 ) -> Iterator[WriteOp]:
-    """Yields the writes of one file. A long run (see ``long_runs``) shares no write with other bytes."""
+    """Yields the writes of one file. A long run (see ``_Places.long_runs``) shares no write with other bytes."""
     regions = plan.regions
     # The columns below have one item for each block: the number of its region, its number in the region, and so on.
     region, block = ragged(block_count(regions.nbytes, block_bytes))
@@ -299,10 +321,15 @@ def _cut(
     file_start = regions.start[region] + start
     file_stop = file_start + nbytes
     if plan.is_copy:  # all bytes of the file are adjacent in the file that is copied
-        run = np.zeros(len(region), np.int64)
+        run, address = np.zeros(len(region), np.int64), np.full(len(region), -1)
     else:
-        long = long_runs(plan.fragments, in_memory=plan.id.part in straight)
-        run = np.array([long.get(fragment, -1) for fragment in regions.source.tolist()], np.int64)[region]
+        places_of_fragments = _Places.of(plan.fragments)
+        first_of_run = places_of_fragments.long_runs(in_memory=plan.id.part in straight)
+        # Of a header and of a filler, both are -1.
+        number_of_fragment = np.maximum(source, -1)
+        run = np.append(first_of_run, -1)[number_of_fragment]
+        address = np.append(places_of_fragments.address, -1)[number_of_fragment]
+        address = np.where(address < 0, -1, address + start)
     starts, stops = file_start.tolist(), file_stop.tolist()
     firsts: list[int] = []  # the number of the first block of each write
     places: list[tuple[str, int] | None] = []
@@ -321,11 +348,12 @@ def _cut(
     is_begin = np.diff(source, prepend=source[0] - 1) != 0
     is_begin[firsts] = True
     begins = np.flatnonzero(is_begin)
-    span_source, span_start, span_bytes = source[begins], start[begins], np.add.reduceat(nbytes, begins)
+    span_source, span_start, span_address = source[begins], start[begins], address[begins]
+    span_bytes = np.add.reduceat(nbytes, begins)
     bounds = [*firsts, len(source)]
     edges = np.searchsorted(begins, bounds).tolist()
     blocks, spans = itertools.pairwise(bounds), itertools.starmap(slice, itertools.pairwise(edges))
     for (first, stop), span, place in zip(blocks, spans, places, strict=True):
         total = stops[stop - 1] - starts[first]
-        sources = span_source[span], span_start[span], span_bytes[span]
+        sources = span_source[span], span_start[span], span_bytes[span], span_address[span]
         yield WriteOp(number, starts[first], total, plan.first_block + first, *sources, place)

@@ -68,7 +68,11 @@ def own_shares(fragments: Sequence[Fragment], shares: Mapping[str, Share]) -> li
     set of replicas, by the label of the set."""
     written = []
     for fragment in fragments:
-        span = shares.get(fragment.replicated, WHOLE).of(fragment.span)
+        share = shares.get(fragment.replicated, WHOLE)
+        if share == WHOLE:
+            written.append(fragment)
+            continue
+        span = share.of(fragment.span)
         if span.numel or not fragment.span.numel:  # Only one rank has the fragment of an empty tensor.
             written.append(narrowed(fragment, span))
     return written

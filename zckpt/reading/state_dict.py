@@ -39,10 +39,20 @@ def tensors_by_name(checkpoint: Checkpoint) -> dict[str, TensorInfo]:
 def paths_of(checkpoint: Checkpoint) -> dict[str, tuple[str | int, ...]]:
     """Returns the path of each leaf of the state dict that was written, by its name. It is empty if the checkpoint is
     not one of a state dict. Raises FormatError."""
-    paths = _tree(checkpoint).get(PATHS, {})
-    if not isinstance(paths, dict) or not all(map(is_path, paths.values())):
-        raise FormatError(f"state: {STATE_DICT}.{PATHS} is not a map of paths", file=checkpoint.path)
-    return paths
+    paths = [*_unpacked_paths(_tree(checkpoint).get(PATHS, []))]
+    if not all(map(is_path, paths)):
+        raise FormatError(f"state: {STATE_DICT}.{PATHS} is not a list of paths", file=checkpoint.path)
+    return {name_of(path): path for path in paths}
+
+
+def _unpacked_paths(packed: object) -> Iterator[Any]:
+    """Yields the paths in what ``packed_paths`` has returned, and None for anything that it does not return."""
+    for entry in packed if isinstance(packed, list) else [None]:
+        container, keys = entry if isinstance(entry, list) and len(entry) == 2 else (None, None)
+        if isinstance(container, tuple) and isinstance(keys, list):
+            yield from ((*container, key) for key in keys)
+        else:
+            yield None
 
 
 def own_rank(checkpoint: Checkpoint) -> int | None:

@@ -23,7 +23,7 @@ import numpy as np
 from zckpt.storage.buffers import PAGE_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     import torch
     from numpy.typing import NDArray
@@ -54,6 +54,25 @@ def copy_to(address: int, staged: Bytes | memoryview) -> None:
     short one they cannot, because taking turns would take longer than the copy."""
     room = _ALL if len(staged) >= LONG_BYTES_MIN else _ALL_VIEW
     room[address - PAGE_BYTES : address - PAGE_BYTES + len(staged)] = staged
+
+
+def gather(address: Ints, nbytes: Ints, start: Ints, staged: Bytes) -> None:
+    """Copies ranges of host memory to ``staged``. The columns have the address of each range, its size in bytes, and
+    the byte of ``staged`` with which its copy begins. Adjacent ranges are copied as one."""
+    view = memoryview(staged)
+    for from_, to, size in _joined(address, start, nbytes):
+        room = staged if size >= LONG_BYTES_MIN else view
+        room[to : to + size] = memory(from_, size)
+
+
+def _joined(address: Ints, start: Ints, nbytes: Ints) -> Iterator[tuple[int, int, int]]:
+    """Yields ``(address, start, nbytes)`` of the copies between memory and a buffer that are in these columns. Copies
+    of adjacent bytes to adjacent bytes are joined into one."""
+    begins = np.ones(len(address), bool)
+    begins[1:] = (np.diff(address) != nbytes[:-1]) | (np.diff(start) != nbytes[:-1])
+    first = np.flatnonzero(begins)
+    columns = (address[first], start[first], np.add.reduceat(nbytes, first))
+    return zip(*(column.tolist() for column in columns), strict=True)
 
 
 def copy_spaced(address: int, copy: StridedCopy, staged: Bytes) -> None:
@@ -103,10 +122,7 @@ class HostMemory:
         place, source, nbytes = (
             column[single] for column in (address + copies.target_offset, copies.source, copies.run_bytes)
         )
-        begins = np.ones(len(place), bool)
-        begins[1:] = (np.diff(place) != nbytes[:-1]) | (np.diff(source) != nbytes[:-1])
-        first, view = np.flatnonzero(begins), memoryview(staged)
-        columns = (place[first], source[first], np.add.reduceat(nbytes, first))
-        for to, start, size in zip(*(column.tolist() for column in columns), strict=True):
+        view = memoryview(staged)
+        for to, start, size in _joined(place, source, nbytes):
             copy_to(to, view[start : start + size])
         return fits

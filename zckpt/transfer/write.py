@@ -8,7 +8,6 @@ files, bytes of a swap file are not written. They are only read, once, for their
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 from bisect import bisect_left
 from collections import defaultdict
@@ -26,7 +25,7 @@ from zckpt.state.inventory import FileRange
 from zckpt.storage.buffers import PAGE_BYTES, whole_pages
 from zckpt.storage.files import read_from
 from zckpt.transfer.devices import FromDevice
-from zckpt.transfer.host_memory import memory
+from zckpt.transfer.host_memory import gather, memory
 from zckpt.transfer.memory import byte_tensor
 from zckpt.transfer.pipeline import Pipeline
 from zckpt.transfer.read import fill, read_staged
@@ -198,10 +197,10 @@ def _take(job: _Job, stage: StagingBuffer) -> _Job:
     plan says that the bytes are written straight from host memory, they stay there."""
     op, sharing = job.op, None if job.file is None else job.file.sharing
     path, place = op.place or (None, 0)
+    in_memory = op.address >= 0
+    for source in op.source[in_memory].tolist():
+        _check(job.plan.fragments[source])
     if _is_straight(job):
-        for fragment in (job.plan.fragments[source] for source in op.source.tolist()):
-            assert isinstance(fragment.data, torch.Tensor)
-            _check(fragment, fragment.data)
         return job
     if path is not None:
         if job.source is not None:
@@ -216,9 +215,12 @@ def _take(job: _Job, stage: StagingBuffer) -> _Job:
         read_from(path, place, staged[:first])
         read_from(path, place + last, staged[last:])
         return replace(job, shared=sharing)
+    starts = np.array(job.starts[:-1], np.int64)
+    gather(op.address[in_memory], op.source_bytes[in_memory], starts[in_memory], stage.bytes)
     copies: defaultdict[torch.device, list[FromDevice]] = defaultdict(list)
-    for source, position in zip(job.sources, job.starts, strict=False):
-        _fill(stage, position, job, *source, copies)
+    others = (column[~in_memory].tolist() for column in (starts, op.source, op.source_start, op.source_bytes))
+    for position, source, start, nbytes in zip(*others, strict=True):
+        _fill(stage, position, job, source, start, nbytes, copies)
     for device, queued in copies.items():
         stage.from_device(device, queued)
     return job
@@ -289,8 +291,8 @@ def _fill(
     nbytes: int,
     copies: Mapping[torch.device, list[FromDevice]],
 ) -> None:
-    """Puts the bytes of one source at byte ``position`` of ``stage``. Bytes on a device are not copied yet: their copy
-    is added to ``copies`` of that device."""
+    """Puts the bytes of one source, which are not in host memory, at byte ``position`` of ``stage``. Bytes on a device
+    are not copied yet: their copy is added to ``copies`` of that device."""
     if source == FILLER:
         stage.bytes[position : position + nbytes] = 0
         return
@@ -307,12 +309,8 @@ def _fill(
         else:
             read_from(data.path, data.offset + start, room)
         return
-    _check(fragment, data)
-    if data.is_cpu:
-        # The copy is made by address, because making views of many small tensors would take longer than copying them.
-        ctypes.memmove(stage.address + position, data.data_ptr() + start, nbytes)
-    else:
-        copies[data.device].append(FromDevice(position, byte_tensor(data)[start : start + nbytes]))
+    _check(fragment)
+    copies[data.device].append(FromDevice(position, byte_tensor(data)[start : start + nbytes]))
 
 
 def _compare(job: _Job, source: Source, digests: bytes, block_bytes: int) -> None:
@@ -337,7 +335,9 @@ def _compare(job: _Job, source: Source, digests: bytes, block_bytes: int) -> Non
             )  # fmt: skip
 
 
-def _check(fragment: Fragment, data: torch.Tensor) -> None:
+def _check(fragment: Fragment) -> None:
     """Checks that the tensor of a fragment can be read by its address."""
+    data = fragment.data
+    assert isinstance(data, torch.Tensor), "what is in memory is a tensor"
     assert data.numel() == fragment.span.numel, "a fragment's data are its elements"
     assert data.is_contiguous(), "a fragment's data lie in order"

@@ -71,9 +71,9 @@ def collect(
     inventory = adapter.inventory(options.parts)
     wanted = {*(adapter.parts if options.parts is None else options.parts)}.difference(options.exclude)
     fragments = [where_it_is(fragment) for fragment in inventory.fragments if fragment.part not in options.exclude]
-    for fragment in fragments:  # the name of a part becomes the name of a file
-        names.check_part_name(fragment.part)
-        names.check_tensor_name(fragment.name)
+    for part in {fragment.part for fragment in fragments}:  # It becomes the name of a file.
+        names.check_part_name(part)
+    names.check_tensor_names([fragment.name for fragment in fragments])
     check_fragments(fragments)
     state, rank_state = adapter.state(), adapter.rank_state()
     scalars = dict(sorted(_leaves(state.get("optimizer"), "optimizer")))

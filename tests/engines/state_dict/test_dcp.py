@@ -117,8 +117,9 @@ def test_a_flipped_bit_is_noticed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("tree", "message"),
     [
-        ({"paths": {"w": ("list", 1 << 40)}}, "paths is not a map of paths"),
-        ({"paths": 3}, "paths is not a map of paths"),
+        ({"paths": [[("list",), [1 << 40]]]}, "paths is not a list of paths"),
+        ({"paths": [[("list",), 3]]}, "paths is not a list of paths"),
+        ({"paths": 3}, "paths is not a list of paths"),
         ({"ranks": {"v": 7}}, "ranks has no rank of v"),
         ({"ranks": {"v": 0}}, "v is not in the tree of rank 0"),
     ],

@@ -57,16 +57,13 @@ class StateDictAdapter(StateAdapter):
 
     def _fragments(self) -> Iterator[Fragment]:
         rank = rank_group_of(self.engine.group).rank
+        tier_of_host = Tier.HOST if torch.accelerator.is_available() else Tier.DEVICE
         for name, tensor in self.engine.tensors.items():
             is_empty = 0 in tensor.span.grid.shape and self.engine.first_ranks.get(name, 0) == rank
             if name not in self.engine.aliases and (tensor.span.numel or is_empty):
                 part, copy = (BUFFER, rank) if tensor.own else (PARAM, 0)
-                dtype, tier = dtype_name(tensor.data.dtype, name), _tier(tensor.data)
+                dtype, tier = dtype_name(tensor.data.dtype, name), tier_of_host if tensor.data.is_cpu else Tier.DEVICE
                 yield Fragment(part, name, dtype, tensor.span, tier, copy, tensor.data, tensor.replicated)
 
     def state(self) -> dict[str, Any]:
         return {STATE_DICT: self.engine.tree}
-
-
-def _tier(data: torch.Tensor) -> Tier:
-    return Tier.HOST if data.is_cpu and torch.accelerator.is_available() else Tier.DEVICE

@@ -7,6 +7,7 @@ PyTorch's distributed checkpoints (DCP) have the same rule and the same names.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -18,10 +19,10 @@ from zckpt.engines.pytorch.shards import is_sharded, replica_set, span_of
 from zckpt.engines.tensors import dtype_name, local_of
 from zckpt.errors import StateError, UnsupportedError
 from zckpt.geometry import all_of
-from zckpt.transfer.memory import not_plain
+from zckpt.transfer.memory import lies_in_order, not_plain
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Sequence
 
     from torch.distributed import ProcessGroup
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 Path = tuple[str | int, ...]
 STATE_DICT, PATHS, RANKS, OWN = "state_dict", "paths", "ranks", "own"
-"""The tree of a state dict in the state of an engine, and its keys: the path of each leaf by its name; for each plain
+"""The tree of a state dict in the state of an engine, and its keys: what ``packed_paths`` returns; for each plain
 value that rank 0 does not have, the rank that has written it; and the names of the plain values of which each rank has
 its own."""
 
@@ -65,6 +66,15 @@ def leaves_of(state_dict: Mapping[Any, Any]) -> dict[str, Leaf]:
 def name_of(path: Path) -> str:
     """Returns the name of a leaf."""
     return ".".join(map(str, path))
+
+
+def packed_paths(paths: Iterable[Path]) -> list[list[Path | list[str | int]]]:
+    """Returns paths as the tree ``STATE_DICT`` has them: for each map or list, its own path and the keys of its leaves.
+    So the tree has no list for each leaf."""
+    keys: dict[Path, list[str | int]] = {}
+    for path in paths:
+        keys.setdefault(path[:-1], []).append(path[-1])
+    return [[container, of_container] for container, of_container in keys.items()]
 
 
 def _leaves(container: Any, path: Path, around: frozenset[int]) -> Iterator[Leaf]:
@@ -119,9 +129,11 @@ def held(name: str, tensor: torch.Tensor, ranks: int, local: torch.Tensor | None
         span = held_span(tensor)
     except ValueError as error:
         raise UnsupportedError(f"{name} {error}", hint="redistribute a Partial tensor, which sums it") from error
-    data = local.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+    data = local.detach()
+    if not lies_in_order(data):
+        data = data.resolve_conj().resolve_neg().contiguous()
     whole = "every rank" if ranks > 1 else ""
-    return HeldTensor(span, data, replica_set(tensor, ranks) if is_sharded(tensor) else whole)
+    return HeldTensor(span, data.view(-1), replica_set(tensor, ranks) if is_sharded(tensor) else whole)
 
 
 def held_span(tensor: Any) -> Span:
@@ -166,7 +178,7 @@ class Contents:
     def with_own(self, per_rank: Collection[str]) -> Contents:
         """Returns the same, with the plain tensors that a name or glob in ``per_rank`` matches as each rank's own."""
         tensors = {
-            name: replace(tensor, replicated="", own=True) if is_whole(tensor) and matches(name, per_rank) else tensor
+            name: replace(tensor, replicated="", own=True) if matches(name, per_rank) and is_whole(tensor) else tensor
             for name, tensor in self.tensors.items()
         }
         return replace(self, tensors=tensors)
@@ -175,8 +187,9 @@ class Contents:
         """Returns, for each name of a tensor that has the same memory as one before it, the name of that one."""
         first: dict[tuple[object, ...], str] = {}
         aliases = {}
+        addresses = Counter(tensor.data.data_ptr() for tensor in self.tensors.values())
         for name, tensor in self.tensors.items():
-            if tensor.data.numel() and not tensor.own:
+            if addresses[tensor.data.data_ptr()] > 1 and tensor.data.numel() and not tensor.own:
                 place = tensor.data.data_ptr(), tensor.data.device, tensor.data.dtype, tensor.span
                 if first.setdefault(place, name) != name:
                     aliases[name] = first[place]
