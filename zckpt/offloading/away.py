@@ -53,7 +53,8 @@ def away(engine: object) -> Away | None:
 def place_of(tensor: torch.Tensor) -> FileRange | None:
     """Returns the range of the scratch file that has the bytes of a contiguous tensor, or None if they are not in such
     a file."""
-    moved = None if not_plain(tensor) else moved_from(tensor.untyped_storage())
+    # Mostly no storage is on disk. Then the tensors are not looked at.
+    moved = None if not _storages or not_plain(tensor) else moved_from(tensor.untyped_storage())
     if moved is None:
         return None
     return moved.file_range(int(tensor.storage_offset()) * tensor.itemsize, tensor.numel() * tensor.itemsize)

@@ -22,8 +22,9 @@ def empty_tensor(
 ) -> torch.Tensor:
     """Returns memory for elements of a tensor that begin at byte ``file_offset`` of a file. The caller has checked the
     tensor's sizes, so that a wrong manifest cannot make this allocate more than the files hold. Raises CastError."""
-    check_cast(info.dtype, dtype or info.dtype, info.key)
-    return fresh_tensor(shape, dtype or info.dtype, device, file_offset)
+    stored = info.dtype
+    check_cast(stored, dtype or stored, info.key)
+    return fresh_tensor(shape, dtype or stored, device, file_offset)
 
 
 def checked_target(info: TensorInfo, target: torch.Tensor) -> torch.Tensor:

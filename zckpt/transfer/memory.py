@@ -121,7 +121,7 @@ def not_plain(tensor: torch.Tensor) -> str | None:
     a tensor of layout torch.sparse_coo". Returns None if they can. Does not look at the memory."""
     if torch.nn.parameter.is_lazy(tensor):
         return "is not initialized yet"
-    if tensor.is_nested or tensor.layout != torch.strided:
+    if tensor.is_nested or tensor.layout is not torch.strided:
         return f"is a tensor of layout {'nested' if tensor.is_nested else tensor.layout}: only dense ones can be kept"
     if has_own_operations(tensor):
         return f"is of the class {type(tensor).__qualname__}, whose values are not in memory of their own"
