@@ -17,6 +17,7 @@ There are three measurements, each in fresh processes:
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import math
 import os
@@ -31,11 +32,10 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
@@ -65,6 +65,8 @@ from zckpt.testing.thread_ranks import ONE_THREAD, Outcome, ThreadRanks
 from zckpt.writing.prepare import Preparation
 from zckpt.writing.rank_write import RankWrite
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 NAME, TITLE = "thousand_ranks", "Many ranks"
 THREADS = (16, 64, 256, 1024, 4096)
@@ -195,17 +197,19 @@ def measure_threads(directory: str, ranks_text: str, all_losses: str) -> dict[st
     places, calls = threading.Semaphore(AT_ONCE), Calls()
     base_bytes = field_bytes("/proc/self/status", "VmRSS")
     figures: dict[str, Any] = {"ranks": size, "period_seconds": heartbeat.PERIOD_SECONDS}
-    with mock.patch.object(RankWrite, "write_data_files", limited(RankWrite.write_data_files, places)):
-        with mock.patch.object(restore, "_change", limited(restore._change, places)):
-            patches = [calls.counted(owner, name) for owner, name in METHODS]
-            for patch in patches:
-                patch.start()
-            figures |= write_and_restore(directory, size, calls)
-            for patch in patches:
-                patch.stop()
-            figures["bytes_per_rank"] = (field_bytes("/proc/self/status", "VmHWM") - base_bytes) / size
-            cases = kinds(size) if all_losses == "yes" else {"inner rank": 1}
-            figures["lost"] = {kind: lose(f"{directory}/lost-{rank}", size, rank) for kind, rank in cases.items()}
+    with (
+        mock.patch.object(RankWrite, "write_data_files", limited(RankWrite.write_data_files, places)),
+        mock.patch.object(restore, "_change", limited(restore._change, places)),
+    ):
+        patches = [calls.counted(owner, name) for owner, name in METHODS]
+        for patch in patches:
+            patch.start()
+        figures |= write_and_restore(directory, size, calls)
+        for patch in patches:
+            patch.stop()
+        figures["bytes_per_rank"] = (field_bytes("/proc/self/status", "VmHWM") - base_bytes) / size
+        cases = kinds(size) if all_losses == "yes" else {"inner rank": 1}
+        figures["lost"] = {kind: lose(f"{directory}/lost-{rank}", size, rank) for kind, rank in cases.items()}
     return figures
 
 
@@ -258,7 +262,7 @@ def write_and_restore(directory: str, size: int, calls: Calls) -> dict[str, Any]
     outcomes = raised(ranks.run(run_or_abort))
     phases = ["begin", "connect", "write", "open", "restore"]
     figures: dict[str, Any] = {"phases": {}}
-    for earlier, what in zip(phases, phases[1:], strict=False):
+    for earlier, what in itertools.pairwise(phases):
         of_kinds = {
             kind: {
                 "cpu_seconds": outcomes[rank].value[what],
@@ -328,7 +332,8 @@ def measure_processes(directory: str, ranks_text: str) -> dict[str, Any]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     torch.set_num_threads(1)
-    zckpt.write, zckpt.restore  # imported before the fork, so that the ranks share it
+    for name in ("write", "restore"):  # imported before the fork, so that the ranks share them
+        getattr(zckpt, name)
     gc.collect()
     gc.freeze()
     pids = []
@@ -585,7 +590,7 @@ def measure_played(directory: str, ranks_text: str, parameters_text: str) -> dic
         in_job(player),
         mock.patch.object(Preparation, "prepare", told_by("prepare", prepare)),
         mock.patch.object(Preparation, "plan", told_by("plan", plan)),
-        mock.patch.object(Preparation, "check_files", lambda _: None),  # The files of another rank are not there.
+        mock.patch.object(Preparation, "check_files"),  # The files of another rank are not there.
         mock.patch("zckpt.writing.prepare.WriteLock", lock),
     ):
         engine = ReferenceEngine(shapes, frozen=())
@@ -685,10 +690,11 @@ def notes(threads: list[Any], processes: dict[str, Any], played: list[Any]) -> l
         ]
         for each in threads:
             phase = each["phases"][what]
-            cells = [
-                f"{of['sent_bytes'] / 1024:.0f} and {of['received_bytes'] / 1024:.0f}; {sum(of['store_of_checkpoints'].values())}"
-                for of in (phase[kind] for kind in kinds(1))
+            kib = [
+                [f"{of[way] / 1024:.0f}" for way in ("sent_bytes", "received_bytes")] for of in map(phase.get, kinds(1))
             ]
+            calls = [sum(phase[kind]["store_of_checkpoints"].values()) for kind in kinds(1)]
+            cells = [f"{' and '.join(moved)}; {count}" for moved, count in zip(kib, calls, strict=True)]
             lines.append(
                 f"| {each['ranks']} | {phase['wall_seconds']:.1f} | {' | '.join(cells)} | {phase['all_calls']} |"
             )
@@ -722,13 +728,14 @@ def notes(threads: list[Any], processes: dict[str, Any], played: list[Any]) -> l
         "",
         "Rank 0 commits a checkpoint of many pieces, and all other ranks are played:",
         "",
-        "| ranks | pieces | own seconds | memory, MiB | received, MiB | manifest and index, MiB | open and one key, ms |",
+        "| ranks | pieces | own seconds | memory, MiB | received, MiB | two files, MiB | open and one key, ms |",
         "| ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for each in played:
         lines.append(
             f"| {each['ranks']} | {each['pieces']:,} | {each['own_seconds']:.1f} | {each['peak_bytes'] / MIB:.0f} | "
-            f"{each['received_bytes'] / MIB:.1f} | {(each['manifest_bytes'] + each['index_bytes']) / MIB:.1f} | {each['one_key']['seconds'] * 1e3:.0f} |"
+            f"{each['received_bytes'] / MIB:.1f} | {(each['manifest_bytes'] + each['index_bytes']) / MIB:.1f} | "
+            f"{each['one_key']['seconds'] * 1e3:.0f} |"
         )
     return lines
 

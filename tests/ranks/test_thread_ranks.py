@@ -80,7 +80,7 @@ def test_forty_ranks_write_and_restore_bit_for_bit(tmp_path: Path) -> None:
 def test_what_a_leaf_does_is_independent_of_the_number_of_ranks(tmp_path: Path) -> None:
     """Each rank has at most three children. The traffic is that of the messages, and of the files that are looked at.
     How often a rank uses the store of the job depends on the time that all of it takes."""
-    seen = []
+    seen: list[tuple[int, ...]] = []
     size_of = LocalReader.size
     for size in (13, RANKS):
         sizes: Counter[str] = Counter()
@@ -92,12 +92,10 @@ def test_what_a_leaf_does_is_independent_of_the_number_of_ranks(tmp_path: Path) 
         with mock.patch.object(tree, "FAN_OUT", 3), mock.patch.object(LocalReader, "size", counted):
             _, ranks = values(size, write_and_restore(str(tmp_path / f"{size}" / "c")))
         leaf = ranks.traffic[size - 1]
-        seen.append(
-            (leaf.sent_messages, leaf.sent_bytes, leaf.received_messages, leaf.received_bytes, leaf.connections)
-        )
+        messages = leaf.sent_messages, leaf.sent_bytes, leaf.received_messages, leaf.received_bytes
+        seen.append((*messages, leaf.connections, sizes[f"rank-{size - 1}"]))
         assert max(of_rank.connections for of_rank in ranks.traffic) <= 6
-        seen.append(sizes[f"rank-{size - 1}"])
-    assert seen[:2] == seen[2:]
+    assert seen[0] == seen[1]
 
 
 class Dies:
