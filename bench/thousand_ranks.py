@@ -524,25 +524,35 @@ class PlayedChildren:
 
     def gather(self, outputs: Any, inputs: Any, _: object) -> Any:
         start = time.thread_time()
-        player, targets = self._player, outputs[0][1:]
-        if self._reports:  # The parent has asked for whole messages.
-            sent, self._reports = [report.ljust(len(targets[0]), b"\0") for report in self._reports], []
-        else:
-            reports = player.reports()
-            sent = [family._slot(len(report), 0, report) for report in reports]
-            if max(map(len, reports)) > family._FITTING_BYTES:
-                self._reports = reports
-        for target, message in zip(targets, sent, strict=True):
+        player, reports = self._player, self._player.reports()
+        sent = [family._slot(len(report), 0, report) for report in reports]
+        if max(map(len, reports)) > family._FITTING_BYTES:
+            self._reports = reports
+        for target, message in zip(outputs[0][1:], sent, strict=True):
             target.copy_(torch.frombuffer(bytearray(message), dtype=torch.uint8))
-        player.received_bytes += sum(map(len, sent))
-        player.messages += len(sent)
+        self._count(received=sum(map(len, sent)), messages=len(sent))
         player.seconds += time.thread_time() - start
         return Ended()
 
     def scatter(self, outputs: Any, inputs: Any, _: object) -> Any:
-        self._player.sent_bytes += sum(message.nbytes for message in inputs[0][1:])
-        self._player.messages += len(inputs[0]) - 1
+        self._count(sent=sum(message.nbytes for message in inputs[0][1:]), messages=len(inputs[0]) - 1)
         return Ended()
+
+    def alltoall_base(self, received: Any, sent: Any, received_bytes: Any, sent_bytes: Any) -> Any:
+        start = time.thread_time()
+        at = 0
+        for report in self._reports:
+            received[at : at + len(report)] = torch.frombuffer(bytearray(report), dtype=torch.uint8)
+            at += len(report)
+        self._reports = []
+        self._count(received=received.nbytes, sent=sent.nbytes, messages=len(sent_bytes) - 1)
+        self._player.seconds += time.thread_time() - start
+        return Ended()
+
+    def _count(self, *, received: int = 0, sent: int = 0, messages: int) -> None:
+        self._player.received_bytes += received
+        self._player.sent_bytes += sent
+        self._player.messages += messages
 
 
 class Ended:
