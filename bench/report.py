@@ -43,6 +43,7 @@ ORDER = (
     "small_tensors",
     "memory_over_time",
     "limits",
+    "thousand_ranks",
 )
 ON_A_GPU = ("load_to_gpu", "write_from_gpu")
 IN_PICTURE = ("write_vs_raw", "write_vs_deepspeed", "write_vs_peers", "restore_vs_deepspeed", "load_vs_peers")
@@ -57,6 +58,8 @@ def main() -> None:
     draw_throughput([results[name] for name in IN_PICTURE if name in results], folder / "throughput.svg")
     if "memory_over_time" in results:
         draw_memory(results["memory_over_time"], folder / "memory.svg")
+    if "thousand_ranks" in results:
+        draw_many_ranks(results["thousand_ranks"], folder / "many_ranks.svg")
     (folder / "README.md").write_text(page(results))
     targets = [target for result in results.values() for target in targets_of(result)]
     for target in targets:
@@ -229,6 +232,36 @@ def draw_memory(result: dict[str, Any], file: Path) -> None:
     for axes in rows[-1]:
         axes.set_xlabel("seconds")
     rows[1, 0].legend(fontsize=8, loc="upper right", frameon=False)
+    save(figure, file)
+
+
+def draw_many_ranks(result: dict[str, Any], file: Path) -> None:
+    """Draws how what a rank does grows with the number of ranks."""
+    threads = result["threads"]
+    ranks = [each["ranks"] for each in threads]
+    figure, panels = pyplot.subplots(2, 2, figsize=(9, 5.5), sharex=True)
+
+    def line(axes: Any, kind: str, values: list[float]) -> None:
+        colour = {"rank 0": OURS, "inner rank": "#ff7f0e", "leaf": "#2ca02c"}[kind]
+        axes.plot(ranks, values, marker="o", color=colour, label=kind)
+
+    for kind in ("rank 0", "inner rank", "leaf"):
+        write, restore = ([each["phases"][what][kind] for each in threads] for what in ("write", "restore"))
+        line(panels[0][0], kind, [of["sent_bytes"] / 1024 for of in write])
+        line(panels[0][1], kind, [of["received_bytes"] / 1024 for of in write])
+        line(panels[1][0], kind, [of["connections"] for of in restore])
+        both = zip(write, restore, strict=True)
+        line(panels[1][1], kind, [sum(sum(of["store_of_checkpoints"].values()) for of in pair) for pair in both])
+    titles = ("KiB sent in a write", "KiB received in a write", "connections", "calls of the store, write and restore")
+    for axes, title in zip(panels.flat, titles, strict=True):
+        axes.set_title(title, fontsize=10, loc="left")
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(ranks, [str(number) for number in ranks])
+        axes.set_yscale("log")
+        axes.spines[["top", "right"]].set_visible(False)
+    for axes in panels[1]:
+        axes.set_xlabel("ranks")
+    panels[0][0].legend(fontsize=8, frameon=False)
     save(figure, file)
 
 

@@ -340,9 +340,9 @@ def _save_checkpoint(
 
     adapter = adapt(engine)
     ranks = Ranks(group_of(engine), call="engine.save_checkpoint")
-    tags = ranks.share(checked_tag, "save a checkpoint")
-    ranks.together(lambda: _check_tags(engine, tags, ranks), "agree on a tag")
-    path = str(Location.of(save_dir).child(tags[0]))
+    tag_of_first, other = ranks.decide(checked_tag, _first_and_other, "save a checkpoint")
+    ranks.together(lambda: _check_tags(engine, tag_of_first, other, ranks), "agree on a tag")
+    path = str(Location.of(save_dir).child(tag_of_first))
     if save_latest:
         save_latest = ranks.together(lambda: _may_be_latest(path, save_dir, ranks), "agree on a tag")
     options = replace(
@@ -373,14 +373,19 @@ def _may_be_latest(path: str, save_dir: StrPath, ranks: Ranks) -> bool:
     return True
 
 
-def _check_tags(engine: Any, tags: Sequence[str], ranks: Ranks) -> None:
-    """Compares the tags of all ranks. If they differ, raises TagError, warns or does nothing, as DeepSpeed's
-    configuration requires."""
-    other = next((number for number, tag in enumerate(tags) if tag != tags[0]), None)
+def _first_and_other(tags: Sequence[str]) -> tuple[str, tuple[int, str] | None]:
+    """Returns the tag of rank 0, and the first rank that has another one, with its tag."""
+    return tags[0], next(((number, tag) for number, tag in enumerate(tags) if tag != tags[0]), None)
+
+
+def _check_tags(engine: Any, tag_of_first: str, other: tuple[int, str] | None, ranks: Ranks) -> None:
+    """Gets what ``_first_and_other`` returns. If the tags differ, raises TagError, warns or does nothing, as
+    DeepSpeed's configuration requires."""
     if other is None or not engine.checkpoint_tag_validation_enabled():
         return
-    first_rank, other_rank = ranks.members[0], ranks.members[other]
-    differs = f"the ranks have different tags: {tags[0]!r} on rank {first_rank}, {tags[other]!r} on rank {other_rank}"
+    number, tag = other
+    first_rank, other_rank = ranks.members[0], ranks.members[number]
+    differs = f"the ranks have different tags: {tag_of_first!r} on rank {first_rank}, {tag!r} on rank {other_rank}"
     if engine.checkpoint_tag_validation_fail():
         raise TagError(
             differs,
@@ -418,8 +423,11 @@ def _load_checkpoint(
     run = ranks.together(lambda: open_store(load_dir), "find the checkpoint")
     found_tag, in_deepspeed_format = ranks.first(lambda: _find(run, tag, universal), "find the checkpoint")
     if found_tag is None:  # Rank 0 may be on a new machine, whose disk is empty.
-        of_ranks = ranks.share(lambda: _find(run, tag, universal), "find the checkpoint")
-        found_tag, in_deepspeed_format = next((one for one in of_ranks if one[0] is not None), of_ranks[0])
+        found_tag, in_deepspeed_format = ranks.decide(
+            lambda: _find(run, tag, universal),
+            lambda of_ranks: next((one for one in of_ranks if one[0] is not None), of_ranks[0]),
+            "find the checkpoint",
+        )
     chosen: Chosen | None = None
     path = "" if found_tag is None else str(run.location.child(found_tag) if found_tag != _HERE else run.location)
     found = None if in_deepspeed_format else choose_copy(saves, run.location.absolute(), tag, ranks)

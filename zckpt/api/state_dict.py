@@ -190,11 +190,13 @@ def _agreed(
         made.append((contents, [msgpack.packb(tensors), msgpack.packb(values)]))
         return [*map(digest, made[0][1]), sorted(patterns)]
 
+    def compare(digests: Sequence[Any]) -> list[bool]:
+        check_equal([of_rank[2] for of_rank in digests], "per_rank arguments")
+        return [any(of_rank[which] != digests[0][which] for of_rank in digests) for which in range(2)]
+
     # Each step below runs on all ranks. Nothing between two steps can fail on one rank alone.
-    digests = ranks.share(prepare, "prepare the write")
+    differ = ranks.decide(prepare, compare, "prepare the write")
     ((contents, outlines),) = made
-    check_equal([of_rank[2] for of_rank in digests], "per_rank arguments")
-    differ = [any(of_rank[which] != digests[0][which] for of_rank in digests) for which in range(2)]
     told = [outlines]
     if any(differ):
         own = [outline if differs else b"" for outline, differs in zip(outlines, differ, strict=True)]

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from zckpt.restoring.machines import Spread
     from zckpt.storage.contract import Store
     from zckpt.storage.location import StrPath
-    from zckpt.validation.report import Observation
+    from zckpt.validation.values import Values
 
 
 def validate(
@@ -81,8 +81,8 @@ def validate(
                 else:
                     peers = exchange.enter_context(Peers(None, spread.store.reader(), "zckpt.validate"))
                     check = partial(_check_disk, spread, own, peers, ranks)
-                checked = ranks.share(partial(check, level, budget, progress), "validate")
-            report = _join(directory, level, checked)
+                checked = ranks.decide(partial(check, level, budget, progress), _joined, "validate")
+            report = _report(directory, level, checked)
             if report.ok:
                 return report
             checked_identity = identity
@@ -166,24 +166,25 @@ def _of_this_machine(spread: Spread, own: Callable[[], tuple[Store, Contents]]) 
     return [Finding("F001", f"the file is that of another save, of step {found.step}", names.MANIFEST)]
 
 
-def _join(path: str, level: Level, checked: list[_Checked]) -> Report:
-    findings: list[Finding] = []
-    values = []
-    files = bytes_read = 0
-    for rank_findings, rank_values, rank_files, rank_bytes in checked:
-        findings += [Finding(*fields) for fields in rank_findings]
-        values += [rank_values] if rank_values else []
-        files = max(files, rank_files)
-        bytes_read += rank_bytes
-    return Report(path, level, in_order(findings), _observations(values), files, bytes_read)
+def _joined(checked: Sequence[_Checked]) -> _Checked:
+    """Returns the results of all ranks as one result."""
+    findings = [fields for of_rank, *_ in checked for fields in of_rank]
+    packed = [values for _, values, *_ in checked if values]
+    files = max(files for *_, files, _ in checked)
+    return findings, _added(packed).pack() if packed else b"", files, sum(bytes_read for *_, bytes_read in checked)
 
 
-def _observations(values_of_ranks: Sequence[bytes]) -> tuple[Observation, ...]:
-    if not values_of_ranks:
-        return ()
+def _report(path: str, level: Level, checked: _Checked) -> Report:
+    findings, packed, files, bytes_read = checked
+    observations = _added([packed]).observations() if packed else ()
+    return Report(path, level, in_order(Finding(*fields) for fields in findings), observations, files, bytes_read)
+
+
+def _added(packed: Sequence[bytes]) -> Values:
+    """Returns what several ranks have found of the values. ``packed``: what ``Values.pack`` has returned on each."""
     from zckpt.validation.values import Values  # imported late, because only the level "deep" has values
 
     values = Values({})
-    for packed in values_of_ranks:
-        values.add(packed)
-    return values.observations()
+    for of_rank in packed:
+        values.add(of_rank)
+    return values

@@ -509,20 +509,35 @@ class Contents(Mapping[str, TensorInfo]):
             for rank, start, stop in zip(group, bounds, [*bounds[1:], len(pieces)], strict=True):
                 yield rank, pieces.take(slice(start, stop))
 
-    def check_sizes(self, infos: Iterable[TensorInfo], unmeasured_bytes: int = 0) -> dict[str, int]:
+    def check_sizes(
+        self,
+        infos: Iterable[TensorInfo],
+        unmeasured_bytes: int = 0,
+        bounds: Mapping[str, tuple[int, int]] | None = None,
+    ) -> dict[str, int]:
         """Checks the data files that have pieces of ``infos``. Raises FormatError (F001 to F003) unless they exist and
         are as long as the manifest says, and (I007) if these pieces together have more bytes than the data of a file.
         Returns for each key the byte of its first file at which the tensor begins.
 
         A caller that reads these tensors may have ``unmeasured_bytes`` in memory before the lengths of the files are
         known. If the tensors have no more bytes, and a request to the store takes long, then the lengths are left to
-        ``checks_beside``, which the caller calls while it reads."""
+        ``checks_beside``, which the caller calls while it reads. If the caller reads only parts of the tensors,
+        ``bounds`` has the first element of each tensor that is read, and the one after the last, by key. Then only the
+        lengths of the files with these elements are checked."""
         by_key = {info.key: info for info in infos}
-        begins = self.check_copies(list(by_key.values()), [None] * len(by_key), unmeasured_bytes)
+        read = None
+        if bounds is not None:
+            starts, stops = ([bounds[key][end] for key in by_key] for end in (0, 1))
+            read = np.array(starts, np.int64), np.array(stops, np.int64)
+        begins = self.check_copies(list(by_key.values()), [None] * len(by_key), unmeasured_bytes, read)
         return dict(zip(by_key, begins, strict=True))
 
     def check_copies(
-        self, infos: Sequence[TensorInfo], copies: Sequence[int | None], unmeasured_bytes: int = 0
+        self,
+        infos: Sequence[TensorInfo],
+        copies: Sequence[int | None],
+        unmeasured_bytes: int = 0,
+        bounds: tuple[Ints, Ints] | None = None,
     ) -> list[int]:
         """Does what ``check_sizes`` does for one copy of each of ``infos``, none of which may be given twice."""
         begins: list[int] = []
@@ -535,8 +550,12 @@ class Contents(Mapping[str, TensorInfo]):
                 item = np.array([info.item_bytes for info in infos[group]], np.int64)
                 at = np.searchsorted(stored.tensor, np.arange(len(item)))
                 begins.extend((data_start[stored.file[at]] + stored.offset[at]).tolist())
-                numbers, at = np.unique(stored.file, return_index=True)
-                for number, request in zip(numbers.tolist(), stored.tensor[at].tolist(), strict=True):
+                read = stored
+                if bounds is not None:
+                    start, stop = (of_tensors[group][stored.tensor] for of_tensors in bounds)
+                    read = stored.take((stored.start < stop) & (stored.stop > start))
+                numbers, at = np.unique(read.file, return_index=True)
+                for number, request in zip(numbers.tolist(), read.tensor[at].tolist(), strict=True):
                     first.setdefault(number, infos[group.start + request].key)
                 yield stored.file, stored.numel * item[stored.tensor]
 

@@ -21,9 +21,7 @@ at signs of life instead (``heartbeat``)."""
 
 def connect(store: Store, name: str, number: int, size: int, timeout: timedelta, closed: threading.Event) -> Gloo:
     """Does what ``Job.connect`` does."""
-    # While a thread waits on a store, no other thread can use it.
-    own_store = store.clone() if hasattr(store, "clone") else store
-    addresses = _Addresses(dist.distributed_c10d.PrefixStore(name, own_store), closed)
+    addresses = _Addresses(dist.distributed_c10d.PrefixStore(name, store), closed)
     gloo = dist.ProcessGroupGloo(addresses, number, size, timeout)
     gloo._set_default_timeout(_FOREVER)
     return Gloo(gloo, addresses)
@@ -43,7 +41,8 @@ class Gloo:
 
 class _Addresses(dist.Store if dist.is_available() else object):  # type: ignore[misc]
     """The store by which the ranks tell each other their addresses. A wait for the address of another rank ends with an
-    error once ``closed`` is set."""
+    error once ``closed`` is set. It asks again and again, because no other thread can use the store while one thread
+    waits in it. A clone of the store would do, too, but rank 0 would have one more connection to each rank."""
 
     def __init__(self, store: Store, closed: threading.Event) -> None:
         super().__init__()

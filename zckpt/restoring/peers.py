@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -79,6 +80,31 @@ def accepted(wanted: Sequence[Wanted], round_bytes: int) -> list[Wanted]:
     return served
 
 
+def _dealt_out(told: Sequence[Any]) -> tuple[tuple[bool, bool], dict[int, tuple[list[Wanted], list[Wanted]]]]:
+    """Decides, on rank 0, which requests are served in this round. Returns whether there are any, and whether all ranks
+    have ended, and for each rank what it sends and what it receives. ``told``: for each rank, whether it has ended, and
+    its requests."""
+    wanted = [
+        Wanted(rank, number, *request)
+        for rank, (_, requests) in enumerate(told)
+        for number, request in enumerate(requests)
+    ]
+    of_ranks: dict[int, tuple[list[Wanted], list[Wanted]]] = {}
+    for one in accepted(wanted, ROUND_BYTES):
+        of_ranks.setdefault(one.holder, ([], []))[0].append(one)
+        of_ranks.setdefault(one.rank, ([], []))[1].append(one)
+    return (bool(wanted), all(ended for ended, _ in told)), of_ranks
+
+
+def _for_those_who_asked(outcomes: Sequence[Any]) -> tuple[None, dict[int, list[Any]]]:
+    """Returns for each rank that has asked the outcomes of its requests. ``outcomes``: what ``Peers._read`` has
+    returned on each rank."""
+    of_ranks: dict[int, list[Any]] = {}
+    for rank, *outcome in chain(*outcomes):
+        of_ranks.setdefault(rank, []).append(outcome)
+    return None, of_ranks
+
+
 class Peers:
     """The exchange of files between the ranks of ``group``. All ranks make one, and all of them end it, which waits for
     the others. In between, each rank may read what the others have. Use it as a context manager."""
@@ -141,35 +167,36 @@ class Peers:
         with self._lock:
             ended, own = self._ended, list(self._waiting)
         asked = [[request.holder, request.path, request.offset, len(request.target)] for request in own]
-        told: list[Any] = self._ranks.share(lambda: [ended, asked], "ask for files")
-        wanted = [
-            Wanted(rank, number, *request)
-            for rank, (_, requests) in enumerate(told)
-            for number, request in enumerate(requests)
-        ]
-        if not wanted:
-            if all(ended_there for ended_there, _ in told):
+        (any_wanted, all_ended), of_this_rank = self._ranks.decide_each(
+            lambda: [ended, asked], _dealt_out, "ask for files"
+        )
+        if not any_wanted:
+            if all_ended:
                 return False
             time.sleep(PAUSE_SECONDS)
             return True
         import torch  # imported late, because a validation of the structure in one process does not need it
 
-        served = accepted(wanted, ROUND_BYTES)
-        rank, size = self._ranks.rank, self._ranks.size
-        to_send = sorted(one for one in served if one.holder == rank)  # by the rank that receives
+        size = self._ranks.size
+        to_send, to_receive = ([Wanted(*fields) for fields in side] for side in of_this_rank or ([], []))
+        to_send.sort()  # by the rank that receives
+        to_receive.sort(key=lambda one: (one.holder, one.number))
         sent = torch.zeros(sum(one.nbytes for one in to_send), dtype=torch.uint8, device="cpu")
-        results = self._ranks.share(lambda: self._read(to_send, sent.numpy()), "read files for other ranks")
-        to_receive = sorted((one for one in served if one.rank == rank), key=lambda one: (one.holder, one.number))
+        _, told = self._ranks.decide_each(
+            lambda: self._read(to_send, sent.numpy()), _for_those_who_asked, "read files for other ranks"
+        )
+        outcomes = {number: (nbytes, error) for number, nbytes, error in told or ()}
         received = torch.empty(sum(one.nbytes for one in to_receive), dtype=torch.uint8, device="cpu")
-        self._ranks.exchange(
-            sent, [sum(one.nbytes for one in to_send if one.rank == other) for other in range(size)],
-            received, [sum(one.nbytes for one in to_receive if one.holder == other) for other in range(size)],
-        )  # fmt: skip
-        outcomes = {(of[0], of[1]): of[2:] for of_holder in results for of in of_holder}
+        sent_bytes, received_bytes = [0] * size, [0] * size
+        for one in to_send:
+            sent_bytes[one.rank] += one.nbytes
+        for one in to_receive:
+            received_bytes[one.holder] += one.nbytes
+        self._ranks.exchange(sent, sent_bytes, received, received_bytes)
         start = 0
         for one in to_receive:
             request = own[one.number]
-            request.nbytes, request.error = outcomes[rank, one.number]
+            request.nbytes, request.error = outcomes[one.number]
             request.target[: request.nbytes] = received.numpy()[start : start + request.nbytes]
             start += one.nbytes
             with self._lock:

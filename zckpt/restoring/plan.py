@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zckpt.engines.contract import Selection
 from zckpt.engines.state_dict.flat import STATE_DICT
 from zckpt.format.names import CLIENT_STATE
+from zckpt.geometry import same_order
 from zckpt.listing.runs import newest_to_resume
 from zckpt.plan.select import part_of
 from zckpt.restoring.matching import Match, match
@@ -161,9 +163,7 @@ def plan_restore(
 
     client_state: dict[str, Any] = {} if saved is None else checkpoint.state[CLIENT_STATE]
     if not problems:
-        checkpoint.contents.check_sizes(
-            matched.sources[f.key] for f in matched.filled if f.span.numel and f.key in matched.sources
-        )
+        _check_sizes(checkpoint, matched)
         if request.own_client_state:
             state_of_rank = checkpoint.map_of_rank(rank if same_size else 0, CLIENT_STATE)
             if state_of_rank is not None and same_size:
@@ -184,6 +184,19 @@ def plan_restore(
         resume = f"resume from {full}, the newest one that holds all" if full else "no other one of the run holds all"
         hint = f"{resume}; {request.caller.weights.format(parts=json.dumps(weights))}"
     return RestorePlan(adapter, checkpoint, matched, restoring, client_state, own_state, problems, hint, warnings)
+
+
+def _check_sizes(checkpoint: Checkpoint, matched: Match) -> None:
+    """Checks the lengths of the files that this rank reads. A thousand ranks have thousands of files, so not every rank
+    can look at all of them."""
+    filled = [f for f in matched.filled if f.span.numel and f.key in matched.sources]
+    infos = [matched.sources[f.key] for f in filled]
+    bounds: dict[str, tuple[int, int]] = {}
+    for f, info, grid in zip(filled, infos, checkpoint.contents.grids(infos), strict=True):
+        span = (f.span.start, f.span.stop) if same_order(f.span.grid, grid) else (0, math.prod(info.shape))
+        known = bounds.get(info.key, span)
+        bounds[info.key] = min(known[0], span[0]), max(known[1], span[1])
+    checkpoint.contents.check_sizes(infos, bounds=bounds)
 
 
 def engine_state(checkpoint: Checkpoint) -> Mapping[str, Any] | None:

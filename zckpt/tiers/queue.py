@@ -129,11 +129,15 @@ class Uploads:
         if ranks.lost:
             raise RankError("a rank was lost")
         failed = "" if self._failed is None else self._failed.save_id
-        chosen = ranks.share(lambda: [newest.save_id, failed], "choose the checkpoint")
-        skipped = ranks.together(lambda: self._take(chosen[0][0]), "choose the checkpoint")
+        chosen, all_failed = ranks.decide(
+            lambda: [newest.save_id, failed],
+            lambda of_ranks: (of_ranks[0][0], all(other == of_ranks[0][1] for _, other in of_ranks)),
+            "choose the checkpoint",
+        )
+        skipped = ranks.together(lambda: self._take(chosen), "choose the checkpoint")
         with self._changed:
             (upload,), retry, self._failed = self._under_way, self._failed, None
-            if retry is not None and retry.target != upload.target and all(other == failed for _, other in chosen):
+            if retry is not None and retry.target != upload.target and all_failed:
                 self._under_way.insert(0, retry)
         sources = [other.source for other in skipped if other.target != upload.target]
         if sources and ranks.rank == 0:
