@@ -128,7 +128,9 @@ def on_one_rank(result: Result, directory: Path) -> None:
     result.add(rounds, nbytes, "1 rank, write")
     compare(result, rounds, "1 rank, write", [*SAVES])
     del states[LARGE]
-    result.extra["profile"] = profile(states[SMALL], directory)
+    figures = result.extra["profile"] = profile(states[SMALL], directory)
+    for action in ("write", "load", "load into memory"):
+        result.at_most(f"memory for each tensor, {action}", figures[action]["bytes"], 1024, "bytes")
     for group, prepare in (("1 rank, load cold", drop_from_cache), ("1 rank, load cached", bring_into_cache)):
         loads = [loading(label, directory / name, prepare, function) for label, (name, function) in LOADS.items()]
         rounds = interleaved(loads, runs)
