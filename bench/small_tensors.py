@@ -7,8 +7,9 @@ torch.save, safetensors and DCP. At 8 ranks, the tensors are cut as ZeRO-3 cuts 
 writes its own pieces, as in training, and a further process commits. Loading is done by a single process, which reads
 all pieces back into the memory that they come from.
 
-The profile says where the time of the small tensors goes. A thread looks every 2 ms in which module the main thread is.
-While the main thread waits for the threads that read and write, this is ``transfer``.
+The profile says where the processor time of the small tensors goes, which other programs on the machine change less
+than the time that passes. A thread looks every 2 ms in which module the main thread is. The time of all other threads,
+which read and write, is one figure.
 """
 
 from __future__ import annotations
@@ -127,7 +128,9 @@ def on_one_rank(result: Result, directory: Path) -> None:
     result.add(rounds, nbytes, "1 rank, write")
     compare(result, rounds, "1 rank, write", [*SAVES])
     del states[LARGE]
-    result.extra["profile"] = profile(states[SMALL], directory)
+    figures = result.extra["profile"] = profile(states[SMALL], directory)
+    for action in ("write", "load", "load into memory"):
+        result.at_most(f"memory for each tensor, {action}", figures[action]["bytes"], 1024, "bytes")
     for group, prepare in (("1 rank, load cold", drop_from_cache), ("1 rank, load cached", bring_into_cache)):
         loads = [loading(label, directory / name, prepare, function) for label, (name, function) in LOADS.items()]
         rounds = interleaved(loads, runs)
@@ -155,11 +158,12 @@ def compare(result: Result, rounds: Any, group: str, peers: Sequence[str]) -> No
 
 
 class Profile(threading.Thread):
-    """Adds up the seconds that the main thread spends in each step while the context is open."""
+    """Adds up the seconds of processor time that the main thread spends in each step while the context is open."""
 
     def __enter__(self) -> Profile:
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self._over = threading.Event()
+        self._others = self._of_other_threads()
         gc.callbacks.append(self._note_collection)
         self.start()
         return self
@@ -168,26 +172,33 @@ class Profile(threading.Thread):
         self._over.set()
         self.join()
         gc.callbacks.remove(self._note_collection)
+        self.seconds["in other threads"] = self._of_other_threads() - self._others - self._own
+
+    def _of_other_threads(self) -> float:
+        return time.process_time() - time.thread_time()
 
     def _note_collection(self, phase: str, info: object) -> None:
-        self.seconds["garbage collection, in these"] += time.perf_counter() * (1 if phase == "stop" else -1)
+        self.seconds["garbage collection, in these"] += time.thread_time() * (1 if phase == "stop" else -1)
 
     def run(self) -> None:
-        last, main = time.perf_counter(), threading.main_thread().ident
+        main = threading.main_thread().ident or 0
+        clock = time.pthread_getcpuclockid(main)
+        last = time.clock_gettime(clock)
         while not self._over.wait(0.002):
-            frame = sys._current_frames().get(main or 0)
+            frame = sys._current_frames().get(main)
             while frame is not None and not frame.f_code.co_filename.startswith(PACKAGE):
                 frame = frame.f_back
             module = frame.f_code.co_filename.removeprefix(PACKAGE) if frame is not None else ""
             step = next((step for step, modules in STEPS.items() if module.startswith(modules)), "other")
-            now = time.perf_counter()
+            now = time.clock_gettime(clock)
             self.seconds[step] += now - last
             last = now
+        self._own = time.thread_time()
 
 
 def profile(state: Tensors, directory: Path) -> dict[str, dict[str, float]]:
-    """Returns the microseconds for each tensor that each step takes in each action, and the most bytes of Python's
-    objects and columns that there are for a tensor at a time."""
+    """Returns, for each action, the microseconds of processor time that each step takes for each tensor, and the most
+    bytes of Python's objects and columns, for each tensor, at a time."""
     path, out = directory / SMALL, {f"param/{name}": tensor for name, tensor in empty_like(state).items()}
     model = torch.nn.Module()
     for number, tensor in enumerate(state.values()):
@@ -219,7 +230,7 @@ def profile(state: Tensors, directory: Path) -> dict[str, dict[str, float]]:
             else:
                 figures[action] = {step: of_step / len(state) * 1e6 for step, of_step in seen.seconds.items()}
         listed = ", ".join(f"{step} {value:.1f}" for step, value in figures[action].items())
-        print(f"  us for each tensor, {action}: {listed}", flush=True)
+        print(f"  us of processor time for each tensor, {action}: {listed}", flush=True)
     return figures
 
 

@@ -24,10 +24,13 @@ from zckpt.format.rules import broken
 from zckpt.geometry import Grid
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping
 
     from zckpt.format.names import Tier
     from zckpt.geometry import Sections
+
+    EntryFields = tuple[str, str, tuple[int, ...], int, int]
+    """The fields of an ``Entry``. A file may have very many entries, so no object of a class is made for each."""
 
 LENGTH_BYTES = 8
 """The size of the first field of a data file, which has the length of the header text."""
@@ -129,7 +132,7 @@ def _identity(data_file: DataFileId) -> dict[str, str]:
 
 def encode_header(
     data_file: DataFileId,
-    entries: Sequence[tuple[str, str, tuple[int, ...], int, int]],
+    entries: Iterable[EntryFields],
     shapes: Mapping[str, tuple[int, ...]],
     sections: Mapping[str, Sections] | None = None,
 ) -> bytes:
@@ -137,7 +140,7 @@ def encode_header(
 
     Args:
         data_file: the data file that the metadata name.
-        entries: the fields of each ``Entry``, in the order of their bytes.
+        entries: the entries, in the order of their bytes.
         shapes: the whole shape of each tensor of which there is a partial piece, by the name of the tensor.
         sections: the sections of the grid of each tensor that a grid divides, by the name of the tensor.
 
@@ -170,7 +173,7 @@ def encode_header(
     text = f"{{{','.join(members)}}}".encode()
     padded = -(-(LENGTH_BYTES + len(text)) // DATA_ALIGNMENT_BYTES) * DATA_ALIGNMENT_BYTES - LENGTH_BYTES
     if padded > HEADER_BYTES_MAX:
-        raise broken("S001", f"{len(entries)} entries need a header of {padded} bytes", file=data_file.path)
+        raise broken("S001", f"{len(members) - 1} entries need a header of {padded} bytes", file=data_file.path)
     return struct.pack("<Q", padded) + text.ljust(padded)
 
 

@@ -22,6 +22,7 @@ from zckpt.state.inventory import ANY_TIME, FileRange, Fragment
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence
 
+    from zckpt.format.data_file import EntryFields
     from zckpt.geometry import Ints
 
 HEADER, FILLER = -1, -2
@@ -162,18 +163,20 @@ def _plan_data_file(
         offset.tolist(),
         nbytes.tolist(),
     )
-    pieces = list(zip(*columns, strict=True))
+    header = encode_header(data_file, _with_fillers(zip(*columns, strict=True), gap), shapes, sections)
     after_gap = np.flatnonzero(gap)
-    entries = pieces[: after_gap[0]] if len(after_gap) else pieces
-    for number, following in itertools.pairwise([*after_gap.tolist(), len(pieces)]):
-        size = int(gap[number])
-        entries.append((f"{FILLER_PREFIX}{number}", "U8", (size,), int(offset[number]) - size, size))
-        entries += pieces[number:following]
-    header = encode_header(data_file, entries, shapes, sections)
     sources = np.insert(np.arange(len(fragments)), after_gap, FILLER)
     sizes = np.insert(nbytes, after_gap, gap[after_gap])
     regions, blocks = _regions(np.append(HEADER, sources), np.append(len(header), sizes), block_bytes)
     return DataFilePlan(data_file, header, tuple(fragments), regions, int(regions.nbytes.sum()), first_block, blocks)
+
+
+def _with_fillers(pieces: Iterable[EntryFields], gap: Ints) -> Iterator[EntryFields]:
+    """Yields the entries of a data file: the pieces, and a filler before each piece that ``gap`` has bytes for."""
+    for number, (piece, size) in enumerate(zip(pieces, gap.tolist(), strict=True)):
+        if size:
+            yield f"{FILLER_PREFIX}{number}", "U8", (size,), piece[3] - size, size
+        yield piece
 
 
 def _regions(sources: Ints, nbytes: Ints, block_bytes: int) -> tuple[Regions, int]:
