@@ -173,6 +173,8 @@ def _tensor(
         Chunk(ranks[place.path], box_of(shape, divided, bounds), tuple(size for _, size in bounds), place)
         for bounds, place in held
     ]
+    # DCP lists the chunks of HSDP in the order of the ranks of which it has chosen one for each.
+    chunks.sort(key=lambda chunk: chunk.span)
     if not chunks:  # It has no elements, so no rank has written any.
         chunks = [Chunk(0, all_of(shape), shape, torch.empty(shape, dtype=dtype, device="cpu"))]
     return StoredTensor(dtype, shape, tuple(chunks))

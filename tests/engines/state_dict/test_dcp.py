@@ -208,6 +208,20 @@ def load_training(path: str, layout: str) -> Any:
     return gathered({"model": model, "optim": optimizer, "epoch": state_dict["epoch"]})
 
 
+def test_a_training_is_resumed_once_it_is_converted(tmp_path: Path) -> None:
+    state, state_dict = trained("alone", 2)
+    save(state_dict, tmp_path / "c")
+    with pytest.raises(
+        zckpt.MismatchError, match="to resume the optimizer of a state dict, make"
+    ):
+        zckpt.restore(state, tmp_path / "c")
+    zckpt.convert(tmp_path / "c", tmp_path / "folder", to="dcp")
+    zckpt.convert(tmp_path / "folder", tmp_path / "new")
+    other, _ = trained("alone", 1, seed=1)
+    assert zckpt.restore(other, tmp_path / "new") == {"epoch": 3}
+    assert frozen(held(other)) == frozen(held(state))
+
+
 TRAININGS = [
     ("hsdp", 4, "fsdp", 3),
     pytest.param("fsdp", 3, "rows", 4, marks=pytest.mark.matrix),
