@@ -211,9 +211,7 @@ def load_training(path: str, layout: str) -> Any:
 def test_a_training_is_resumed_once_it_is_converted(tmp_path: Path) -> None:
     state, state_dict = trained("alone", 2)
     save(state_dict, tmp_path / "c")
-    with pytest.raises(
-        zckpt.MismatchError, match="to resume the optimizer of a state dict, make"
-    ):
+    with pytest.raises(zckpt.MismatchError, match="to resume the optimizer of a state dict, make"):
         zckpt.restore(state, tmp_path / "c")
     zckpt.convert(tmp_path / "c", tmp_path / "folder", to="dcp")
     zckpt.convert(tmp_path / "folder", tmp_path / "new")
