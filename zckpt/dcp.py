@@ -17,14 +17,17 @@ from collections import deque
 from dataclasses import replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Unpack
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint import StorageReader, StorageWriter
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
+    StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
@@ -35,11 +38,12 @@ from torch.futures import Future
 
 from zckpt.api.open import open as open_checkpoint
 from zckpt.api.state_dict import write_contents
+from zckpt.converting.dcp_folder import divisions
 from zckpt.converting.restricted_pickle import loads
 from zckpt.engines.pytorch.shards import bounds_of
-from zckpt.engines.state_dict.flat import Contents, HeldTensor, held
-from zckpt.errors import FormatError, MismatchError, StateError, UnsupportedError
-from zckpt.geometry import span_of
+from zckpt.engines.state_dict.flat import Contents, HeldTensor, held, values_in_order
+from zckpt.errors import CheckpointExistsError, FormatError, MismatchError, StateError, UnsupportedError
+from zckpt.geometry import box_of, span_of
 from zckpt.progress import reported
 from zckpt.reading.checkpoint import ReadRequest
 from zckpt.reading.state_dict import Values, own_rank, paths_of, tensors_by_name
@@ -110,6 +114,7 @@ class Writer(StorageWriter, AsyncStager):
         self._options = WriteOptions(overwrite=overwrite, replace_foreign=overwrite, **options)
         self._plan = SavePlan([])
         self._alone = False
+        self._save_id = str(uuid4())
         self._staged: deque[tuple[PendingWrite, Collection[str]]] = deque()
         """The writes in the background that ``stage`` has begun, with the names of what they write."""
 
@@ -120,6 +125,7 @@ class Writer(StorageWriter, AsyncStager):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Takes the path of the next checkpoint from ``dcp.save``, if it has one."""
+        self._save_id = str(uuid4())
         if checkpoint_id is None:
             return
         if self._staged and Location.of(checkpoint_id).absolute() != Location.of(self._path).absolute():
@@ -131,6 +137,10 @@ class Writer(StorageWriter, AsyncStager):
         if kwargs.get("use_collectives") is False:
             raise UnsupportedError("use_collectives=False: the ranks have to write one checkpoint together")
         self._alone = False
+
+    def storage_meta(self) -> StorageMeta:
+        """Returns what ``dcp.save`` tells its planner of this save: the path, and an id of its own on each rank."""
+        return StorageMeta(checkpoint_id=None if self.path is None else str(self.path), save_id=self._save_id)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Keeps the plan of this rank, and returns an empty one for the coordinator."""
@@ -163,7 +173,11 @@ class Writer(StorageWriter, AsyncStager):
         else:
             group = _group_of_itself(dist.get_rank()) if self._alone and dist.is_initialized() else self._group
             contents = partial(_contents, items, planner)
-            write_contents(contents, self._path, self._options, group, self._per_rank, "dcp.save")
+            try:
+                write_contents(contents, self._path, self._options, group, self._per_rank, "dcp.save")
+            except CheckpointExistsError as error:
+                error.message = f"Checkpoint already exists: {error.message}"  # the words of DCP's own writer
+                raise
         done: Future[list[WriteResult]] = Future()
         done.set_result([])
         return done
@@ -172,11 +186,7 @@ class Writer(StorageWriter, AsyncStager):
         """Completes the metadata that ``dcp.save`` returns, on the coordinator. The checkpoint is committed already."""
         written = Reader(self._path).read_metadata()
         metadata.state_dict_metadata, metadata.planner_data = written.state_dict_metadata, written.planner_data
-
-    @property
-    def should_synchronize_after_execute(self) -> bool:
-        """Whether ``async_save`` has to wait after ``stage``. It need not."""
-        return False
+        metadata.storage_meta = self.storage_meta()
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Begins to write the state dict in the background, and returns it once it may change."""
@@ -323,22 +333,22 @@ def _contents(items: Iterable[WriteItem], planner: SavePlanner, ranks: int) -> C
     """Returns what this rank has, before DCP leaves out what other ranks have, too."""
     live: Mapping[str, Any] = getattr(planner, "state_dict", {})
     paths: Mapping[str, tuple[Any, ...]] = getattr(planner, "mappings", {})
-    contents = Contents({}, {}, {})
+    contents = Contents({}, {}, {}, set())
     for item in items:
         name, data = item.index.fqn, planner.resolve_data(item)
-        if name in contents.paths:
-            raise UnsupportedError(f"{name} has several chunks on one rank: pass DTensors to dcp.save")
-        contents.paths[name] = paths.get(name, (name,))
+        path = paths.get(name, (name,))
         if item.type is WriteItemType.BYTE_IO:
-            contents.values[name] = _decoded(name, data)
+            contents.add_value(name, path, _decoded(name, data))
         else:
-            contents.tensors[name] = _held(item, data, live.get(name), ranks)
+            tensor, before = _held(item, data, live.get(name), ranks), contents.tensors.get(name)
+            contents.paths[name] = path
+            contents.tensors[name] = tensor if before is None else replace(before, chunks=before.chunks + tensor.chunks)
     return contents
 
 
 def _held(item: WriteItem, data: Any, live: object, ranks: int) -> HeldTensor:
-    """Returns what this rank holds of a tensor. ``data``: these elements. ``live``: the tensor itself, if the planner
-    has it. Raises UnsupportedError if DCP's description of it is wrong."""
+    """Returns what this rank holds of a tensor, or one of several chunks of it. ``data``: these elements. ``live``: the
+    tensor itself, if the planner has it. Raises UnsupportedError if DCP's description of it is wrong."""
     name, described = item.index.fqn, item.tensor_data
     assert described is not None, "an item with bytes was decoded"
     chunk = described.chunk
@@ -352,10 +362,18 @@ def _held(item: WriteItem, data: Any, live: object, ranks: int) -> HeldTensor:
         return held(name, live, ranks, data)
     if chunk.sizes == described.size:
         return held(name, data, ranks)
-    span = span_of(described.size, [*zip(chunk.offsets, chunk.sizes, strict=True)])
-    if span.grid.sections:
-        raise UnsupportedError(f"{name} is cut in another dimension than its first one: pass a DTensor to dcp.save")
-    return replace(held(name, data, 1), span=span)
+    bounds = tuple(zip(chunk.offsets, chunk.sizes, strict=True))
+    if isinstance(live, ShardedTensor):
+        others = [tuple(zip(of.shard_offsets, of.shard_sizes, strict=True)) for of in live.metadata().shards_metadata]
+        try:
+            span = box_of(described.size, divisions(name, described.size, others), bounds)
+        except (FormatError, ValueError) as error:
+            raise UnsupportedError(f"the chunks of {name} do not lie in rows and columns: {others[:4]}") from error
+    else:
+        span = span_of(described.size, bounds)
+        if span.grid.sections:
+            raise UnsupportedError(f"{name} is cut in another dimension than its first one: pass a DTensor to dcp.save")
+    return HeldTensor(((span, values_in_order(name, data)),))
 
 
 def _refuse_other_layouts(state_dict: Mapping[str, Any], infos: Collection[str]) -> None:

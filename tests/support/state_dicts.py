@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from io import BytesIO
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ def nested() -> dict[str, Any]:
         "plain": [1, 2, "x"],
         "array": np.arange(4),
         "epoch": 3,
+        "stream": BytesIO(b"losses"),
         "nothing": {},
     }
 

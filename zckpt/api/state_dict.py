@@ -11,7 +11,7 @@ import msgpack
 from zckpt.api.background import wait_for
 from zckpt.api.write import write_engine
 from zckpt.engines.history import history_of
-from zckpt.engines.state_dict.flat import OWN, PATHS, RANKS, Contents, FlatState, matches, packed_paths
+from zckpt.engines.state_dict.flat import OWN, PATHS, RANKS, STREAMS, Contents, FlatState, matches, packed_paths
 from zckpt.errors import StateError, first_few
 from zckpt.format.digest import digest
 from zckpt.format.names import CLIENT_STATE
@@ -183,7 +183,11 @@ def _agreed(
         contents = make(ranks.size).with_own(patterns)
         # Each rank may have another value of its own, so such a value has no fingerprint.
         values = {
-            name: [contents.paths[name], b"" if matches(name, patterns) else _fingerprint(name, value)]
+            name: [
+                contents.paths[name],
+                b"" if matches(name, patterns) else _fingerprint(name, value),
+                name in contents.streams,
+            ]
             for name, value in contents.values.items()
         }
         tensors = [{name: contents.paths[name] for name in contents.tensors}, contents.aliases()]
@@ -216,26 +220,27 @@ def _divided(
     rank: int,
 ) -> tuple[FlatState, WriteOptions]:
     """Returns what ``_agreed`` returns. ``tensors_of_ranks``: the paths of the tensors of each rank, and their aliases.
-    ``values_of_ranks``: the path and the fingerprint of each plain value. Both have one item if all ranks have the
-    same. Raises the same StateError on every rank if plain values differ."""
+    ``values_of_ranks``: for each plain value its path, its fingerprint, and whether it is a stream. Both have one item
+    if all ranks have the same. Raises the same StateError on every rank if plain values differ."""
     holders = _holders([paths for paths, _ in tensors_of_ranks])
     value_holders = _holders(values_of_ranks)
     for name in value_holders.keys() & holders.keys():
         raise StateError(f"{name} is a tensor on one rank and a plain value on another", key=name)
     for name, ranks in value_holders.items():
-        if len({values_of_ranks[number][name][1] for number in ranks}) > 1:
-            raise _differing(name, {number: values_of_ranks[number][name][1] for number in ranks})
+        if len({tuple(values_of_ranks[number][name][1:]) for number in ranks}) > 1:
+            raise _differing(name, {number: tuple(values_of_ranks[number][name][1:]) for number in ranks})
     same = len(tensors_of_ranks) == 1
     tensors, aliases = contents.tensors, tensors_of_ranks[0][1]
     if not same:  # A set of replicas has only tensors that the same ranks have.
         aliases = {}
         tensors = {name: tensor.of_ranks(holders[name]) for name, tensor in tensors.items()}
     paths = {name: path for of_rank, _ in tensors_of_ranks for name, path in of_rank.items()}
-    paths |= {name: path for of_rank in values_of_ranks for name, (path, _) in of_rank.items()}
+    paths |= {name: path for of_rank in values_of_ranks for name, (path, *_) in of_rank.items()}
     tree: dict[str, Any] = {
         PATHS: packed_paths(map(tuple, paths.values())),
         RANKS: {name: ranks[0] for name, ranks in value_holders.items() if ranks[0]},
         OWN: [name for name, ranks in value_holders.items() if not values_of_ranks[ranks[0]][name][1]],
+        STREAMS: [name for name, ranks in value_holders.items() if values_of_ranks[ranks[0]][name][2]],
     }
     state = FlatState(tensors, aliases, tree, {name: ranks[0] for name, ranks in holders.items()}, group=group)
     history_of(state).run_id = run_by_tensors((name, ()) for name in sorted(paths))
@@ -265,7 +270,7 @@ def _fingerprint(name: str, value: object) -> bytes:
         raise
 
 
-def _differing(name: str, fingerprints: Mapping[int, bytes]) -> StateError:
+def _differing(name: str, fingerprints: Mapping[int, object]) -> StateError:
     """Returns the error for a plain value that differs between ranks. ``fingerprints``: those of the ranks that have
     it."""
     first = min(fingerprints)

@@ -168,34 +168,37 @@ def _tensor(
         if (name, first) not in places:
             raise FormatError(f"it does not say where the chunk of {name} at {list(first)} is", key=name)
         held.append((tuple(zip(first, sizes, strict=True)), places[name, first]))
-    divisions = _divisions(name, shape, [bounds for bounds, _ in held if all(size for _, size in bounds)])
+    divided = divisions(name, shape, [bounds for bounds, _ in held])
     chunks = [
-        Chunk(ranks[place.path], box_of(shape, divisions, bounds), tuple(size for _, size in bounds), place)
+        Chunk(ranks[place.path], box_of(shape, divided, bounds), tuple(size for _, size in bounds), place)
         for bounds, place in held
     ]
+    # DCP lists the chunks of HSDP in the order of the ranks of which it has chosen one for each.
+    chunks.sort(key=lambda chunk: chunk.span)
     if not chunks:  # It has no elements, so no rank has written any.
         chunks = [Chunk(0, all_of(shape), shape, torch.empty(shape, dtype=dtype, device="cpu"))]
     return StoredTensor(dtype, shape, tuple(chunks))
 
 
-def _divisions(name: str, shape: Sequence[int], held: Sequence[Bounds]) -> list[list[tuple[int, int]]]:
-    """Returns how each dimension of a tensor is divided. ``held``: all chunks that have elements. Raises FormatError
-    unless they are the boxes of such a division."""
+def divisions(name: str, shape: Sequence[int], chunks: Sequence[Bounds]) -> list[list[tuple[int, int]]]:
+    """Returns how each dimension of a tensor is divided. ``chunks``: all chunks of the tensor, some of which may be
+    empty. Raises FormatError unless they are the boxes of such a division."""
+    held = [bounds for bounds in chunks if all(size for _, size in bounds)]
     numel = sum(math.prod(size for _, size in bounds) for bounds in held)
     if numel != math.prod(shape):
         raise FormatError(
             f"the chunks of {name} have {numel} elements, and it has {math.prod(shape)}: some are missing, or there "
             "twice", key=name, hint=AS_WRITTEN,
         )  # fmt: skip
-    divisions = [sorted(set(of_dim)) for of_dim in zip(*held, strict=True)] or [[] for _ in shape]
-    ends = ([(0, 0), *division, (size, 0)] for division, size in zip(divisions, shape, strict=True))
+    divided = [sorted(set(of_dim)) for of_dim in zip(*held, strict=True)] or [[] for _ in shape]
+    ends = ([(0, 0), *division, (size, 0)] for division, size in zip(divided, shape, strict=True))
     whole = not numel or all(sum(one) == other[0] for division in ends for one, other in pairwise(division))
-    if not whole or len(set(held)) != len(held) or (numel and math.prod(map(len, divisions)) != len(held)):
+    if not whole or len(set(held)) != len(held) or (numel and math.prod(map(len, divided)) != len(held)):
         raise FormatError(
             f"the chunks of {name} overlap, or do not lie in rows and columns: {list(held[:4])}", key=name,
             hint="save the state with zckpt.write or zckpt.write_state_dict",
         )  # fmt: skip
-    return divisions
+    return divided
 
 
 def _of_class(value: Any, name: str) -> Any:

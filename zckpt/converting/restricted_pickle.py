@@ -103,6 +103,7 @@ _PLAIN: dict[str, type] = {
     },
     **{f"{module}.WindowsPath": PureWindowsPath for module in ("pathlib", "pathlib._local")},
     "torch.Size": torch.Size,
+    "_io.BytesIO": io.BytesIO,
 }
 """The classes of plain values and containers that a pickle may make."""
 _PLAIN_TYPES = frozenset(_PLAIN.values())
@@ -568,6 +569,11 @@ class _Unpickler(pickle._Unpickler):
             self._charge(_set_array(made, state))
         elif isinstance(made, _Dtype):
             made.swapped = isinstance(state, tuple) and len(state) > 1 and state[1] == ">"
+        elif isinstance(made, io.BytesIO):
+            raw, *_ = state  # Its position and its attributes are not kept.
+            self._charge(len(raw))
+            made.write(raw)
+            made.seek(0)
         elif isinstance(made, Inert) and isinstance(state, dict):
             self._charge(96 * len(state))
             if not all(type(key) is str for key in state):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
+from io import BytesIO
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from zckpt.converting.restricted_pickle import load
 from zckpt.converting.source import RankPart, Source
 from zckpt.engines import optimizer
 from zckpt.engines.flats import FlatBuffer, ParameterRange, moments
-from zckpt.engines.state_dict.flat import OWN, PATHS, RANKS, STATE_DICT, Path, packed_paths
+from zckpt.engines.state_dict.flat import OWN, PATHS, RANKS, STATE_DICT, STREAMS, Path, packed_paths
 from zckpt.engines.tensors import dtype_name
 from zckpt.engines.trees import COUNTERS
 from zckpt.errors import FormatError, UnsupportedError, first_few
@@ -133,12 +134,14 @@ def source_of(leaves: Leaves, path: str, what: str, files: Mapping[str, FileStat
     UnsupportedError and StorageError."""
     if not leaves.tensors:
         raise FormatError("it has no tensors", file=path)
+    streams = [name for name, value in leaves.values.items() if isinstance(value, BytesIO)]
+    leaves.values.update({name: leaves.values[name].getvalue() for name in streams})
     training, why = _Training.of(leaves)
     if training is not None:
         return training.source(path, what, files)
     aliases = dict(_same_places(leaves.tensors))
     tensors = [(PARAM, name, name) for name in leaves.tensors if name not in aliases]
-    tree = {PATHS: packed_paths(leaves.paths.values()), RANKS: {}, OWN: []}
+    tree = {PATHS: packed_paths(leaves.paths.values()), RANKS: {}, OWN: [], STREAMS: streams}
     missing = () if why is None else (f"a training state that zckpt.restore resumes: {why}",)
     return Source(
         path, f"{what}, a state dict", leaves.ranks, 0, aliases, {STATE_DICT: tree}, leaves.values,

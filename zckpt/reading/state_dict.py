@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
+from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from zckpt.engines.state_dict.flat import OWN, PATHS, RANKS, STATE_DICT, held_span, leaves_of, name_of
+from zckpt.engines.state_dict.flat import OWN, PATHS, RANKS, STATE_DICT, STREAMS, held_span, leaves_of, name_of
 from zckpt.engines.tensors import local_of
 from zckpt.errors import CastError, FormatError, MismatchError
 from zckpt.format.names import CLIENT_RANK_STATE, CLIENT_STATE
@@ -77,8 +78,8 @@ class Values(Mapping[str, Any]):
         root = checkpoint.state if isinstance(checkpoint.state, dict) else {}
         self._common = _map(root.get(CLIENT_STATE, {}), CLIENT_STATE, checkpoint)
         self._ranks = _map(_tree(checkpoint).get(RANKS, {}), f"{STATE_DICT}.{RANKS}", checkpoint)
-        own = _tree(checkpoint).get(OWN, [])
-        self._own = {name: rank for name in own if isinstance(name, str)} if isinstance(own, list) else {}
+        self._own, self._streams = (_names(_tree(checkpoint).get(key)) for key in (OWN, STREAMS))
+        self._rank = rank
         self._checkpoint = checkpoint
         self._read: dict[int, dict[str, Any]] = {}
 
@@ -92,9 +93,16 @@ class Values(Mapping[str, Any]):
         return len({**self._common, **self._ranks})
 
     def __getitem__(self, name: str) -> Any:
-        own = self._own.get(name)
-        if own is not None and name in self._of_rank(own):
-            return self._of_rank(own)[name]
+        value = self._value(name)
+        if name not in self._streams:
+            return value
+        if not isinstance(value, bytes):
+            raise FormatError(f"state: {name} has no bytes", file=self._checkpoint.path)
+        return BytesIO(value)
+
+    def _value(self, name: str) -> Any:
+        if self._rank is not None and name in self._own and name in self._of_rank(self._rank):
+            return self._of_rank(self._rank)[name]
         if name in self._common:
             return self._common[name]
         rank = self._ranks[name]
@@ -108,6 +116,10 @@ class Values(Mapping[str, Any]):
         if rank not in self._read:
             self._read[rank] = self._checkpoint.map_of_rank(rank, CLIENT_RANK_STATE) or {}
         return self._read[rank]
+
+
+def _names(value: object) -> frozenset[str]:
+    return frozenset(name for name in value if isinstance(name, str)) if isinstance(value, list) else frozenset()
 
 
 def _tree(checkpoint: Checkpoint) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from zckpt.format.names import CLIENT_STATE
 from zckpt.geometry import same_order
 from zckpt.listing.runs import newest_to_resume
 from zckpt.plan.select import part_of
+from zckpt.reading.state_dict import paths_of
 from zckpt.restoring.matching import Match, match
 from zckpt.restoring.mismatch import summary, told
 from zckpt.state.inventory import MASTER, RESERVED_PARTS, WEIGHT_PARTS
@@ -20,13 +21,19 @@ from zckpt.storage.schemes import open_store
 from zckpt.system.collector import paused_collector
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from zckpt.engines.contract import EngineAdapter, Restoring
     from zckpt.listing.contents import TensorInfo
     from zckpt.progress import Progress
     from zckpt.reading.checkpoint import Checkpoint
     from zckpt.transfer.budget import Budget
+
+
+_WITH_OPTIMIZER = (
+    "; to resume the optimizer of a state dict, make a training state of it: `zckpt convert PATH FOLDER --to dcp`, "
+    "then `zckpt convert FOLDER NEW`; or load it with dcp.load or Checkpoint.load_into, and write it with zckpt.write"
+)
 
 
 class Caller(NamedTuple):
@@ -177,6 +184,8 @@ def plan_restore(
             warnings += _fits_in_part(checkpoint, matched, trees)
     weights = [part for part in names if part in WEIGHT_PARTS]
     hint = _hint(adapter, selection, matched, weights, misfits, roles, against, saved, request.caller)
+    if hint and _has_optimizer(paths_of(checkpoint).values()):
+        hint += _WITH_OPTIMIZER
     left_out = checkpoint.contents.left_out
     if left_out and "optimizer" in trees and (request.strict or request.all_moments):
         problems = [f"the checkpoint leaves out {', '.join(left_out)}, without which training cannot go on"]
@@ -206,6 +215,11 @@ def engine_state(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
     engine, client_state = root.get("engine"), root.get(CLIENT_STATE)
     is_engine = isinstance(engine, dict) and STATE_DICT not in engine
     return engine if is_engine and isinstance(client_state, dict) else None
+
+
+def _has_optimizer(paths: Iterable[Sequence[object]]) -> bool:
+    """Returns whether a state dict with leaves at these paths has the state of an optimizer."""
+    return any(str(key).startswith("param_groups") for path in paths for key in path)
 
 
 def _not_dealt_out(checkpoint: Checkpoint, size: int, lost: Sequence[str]) -> str:

@@ -4,6 +4,7 @@ written."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from io import BytesIO
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
@@ -133,7 +134,7 @@ def frozen(value: Any) -> Any:
         return {key: frozen(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [frozen(item) for item in value]
-    return repr(value)
+    return ("BytesIO", value.getvalue()) if isinstance(value, BytesIO) else repr(value)
 
 
 def content(path: str) -> dict[str, Any]:

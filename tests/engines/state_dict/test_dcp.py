@@ -12,6 +12,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
+from torch.distributed._shard.sharded_tensor.shard import Shard as ShardOfTensor
 from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
@@ -204,6 +208,18 @@ def load_training(path: str, layout: str) -> Any:
     return gathered({"model": model, "optim": optimizer, "epoch": state_dict["epoch"]})
 
 
+def test_a_training_is_resumed_once_it_is_converted(tmp_path: Path) -> None:
+    state, state_dict = trained("alone", 2)
+    save(state_dict, tmp_path / "c")
+    with pytest.raises(zckpt.MismatchError, match="to resume the optimizer of a state dict, make"):
+        zckpt.restore(state, tmp_path / "c")
+    zckpt.convert(tmp_path / "c", tmp_path / "folder", to="dcp")
+    zckpt.convert(tmp_path / "folder", tmp_path / "new")
+    other, _ = trained("alone", 1, seed=1)
+    assert zckpt.restore(other, tmp_path / "new") == {"epoch": 3}
+    assert frozen(held(other)) == frozen(held(state))
+
+
 TRAININGS = [
     ("hsdp", 4, "fsdp", 3),
     pytest.param("fsdp", 3, "rows", 4, marks=pytest.mark.matrix),
@@ -380,6 +396,72 @@ class Renaming(DefaultSavePlanner):
     def resolve_data(self, write_item: Any) -> Any:
         made = super().resolve_data(write_item)
         return made.half() if isinstance(made, torch.Tensor) else made
+
+
+def chunked(path: str) -> None:
+    """Saves tensors of which a rank has several chunks, or columns, and loads them whole and in other chunks."""
+    values, whole = torch.arange(60.0).reshape(6, 10), [[0, 0, 6, 10]]
+    layouts = {
+        "rows": [[0, 0, 1, 10], [1, 0, 2, 10], [3, 0, 3, 10]],
+        "columns": [[0, 0, 6, 4], [0, 4, 6, 6]],
+        "both": [[y, x, 3, 5] for y in (0, 3) for x in (0, 5)],
+    }
+    saved = {name: sharded(values, chunks) for name, chunks in layouts.items()}
+    save(saved, path)
+    for chunks in (*layouts.values(), whole):
+        target = {name: sharded(torch.zeros(6, 10), chunks) for name in layouts}
+        load(target, path)
+        for tensor in target.values():
+            for shard in tensor.local_shards():
+                (y, x), (height, width) = shard.metadata.shard_offsets, shard.metadata.shard_sizes
+                assert torch.equal(shard.tensor, values[y : y + height, x : x + width])
+    with refused("the chunks of w do not lie in rows and columns"):
+        save({"w": sharded(values, [[0, 0, 3, 10], [3, 0, 3, 4], [3, 4, 3, 6]])}, f"{path}-refused")
+
+
+def sharded(values: torch.Tensor, chunks: list[list[int]]) -> ShardedTensor:
+    """Returns a tensor that is cut into these chunks, which the two ranks hold in turns."""
+    rank = dist.get_rank()
+    placed = [ShardMetadata(chunk[:2], chunk[2:], f"rank:{number % 2}/cpu") for number, chunk in enumerate(chunks)]
+    local = [
+        ShardOfTensor(values[y : y + height, x : x + width].clone(), placed[number])
+        for number, (y, x, height, width) in enumerate(chunks)
+        if number % 2 == rank
+    ]
+    metadata = ShardedTensorMetadata(placed, values.shape, TensorProperties(dtype=values.dtype))
+    return ShardedTensor._init_from_local_shards_and_global_metadata(local, metadata)
+
+
+def test_several_chunks_on_one_rank(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.run(chunked, 2, str(tmp_path / "c"))
+    assert zckpt.validate(tmp_path / "c").ok
+    values = torch.arange(60.0).reshape(6, 10)
+    loaded = zckpt.open(tmp_path / "c").load()
+    assert all(torch.equal(loaded[f"param/{name}"], values) for name in ("rows", "columns", "both"))
+    assert not (tmp_path / "c-refused").exists()
+
+
+def test_the_planner_is_told_of_the_save(tmp_path: Path) -> None:
+    writer, told = zckpt.dcp.Writer(), []
+
+    class Planner(DefaultSavePlanner):
+        def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
+            told.append(storage_meta)
+            super().set_up_planner(state_dict, storage_meta, is_coordinator)
+
+    for name in ("c", "d"):
+        made = dcp.save(
+            {"w": WEIGHT}, checkpoint_id=tmp_path / name, storage_writer=writer, planner=Planner(), no_dist=True
+        )
+        assert made.storage_meta == told[-1]
+    assert [meta.checkpoint_id for meta in told] == [str(tmp_path / "c"), str(tmp_path / "d")]
+    assert told[0].save_id != told[1].save_id
+
+
+def test_a_checkpoint_that_exists(tmp_path: Path) -> None:
+    save({"w": WEIGHT}, tmp_path / "c")
+    with refused("Checkpoint already exists"):
+        dcp.save({"w": WEIGHT}, storage_writer=zckpt.dcp.Writer(tmp_path / "c", overwrite=False))
 
 
 def test_a_planner_of_ones_own(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ class StateDictAdapter(StateAdapter):
 
     @property
     def devices(self) -> frozenset[torch.device]:
-        return frozenset(tensor.data.device for tensor in self.engine.tensors.values())
+        return frozenset(data.device for tensor in self.engine.tensors.values() for _, data in tensor.chunks)
 
     def refuse_unsupported(self, *, drop_gradients: bool = False, leave_out: bool = False) -> None:
         pass  # What cannot be written was refused when the FlatState was made.
@@ -59,11 +59,14 @@ class StateDictAdapter(StateAdapter):
         rank = rank_group_of(self.engine.group).rank
         tier_of_host = Tier.HOST if torch.accelerator.is_available() else Tier.DEVICE
         for name, tensor in self.engine.tensors.items():
-            is_empty = 0 in tensor.span.grid.shape and self.engine.first_ranks.get(name, 0) == rank
-            if name not in self.engine.aliases and (tensor.span.numel or is_empty):
-                part, copy = (BUFFER, rank) if tensor.own else (PARAM, 0)
-                dtype, tier = dtype_name(tensor.data.dtype, name), tier_of_host if tensor.data.is_cpu else Tier.DEVICE
-                yield Fragment(part, name, dtype, tensor.span, tier, copy, tensor.data, tensor.replicated)
+            if name in self.engine.aliases:
+                continue
+            is_empty = 0 in tensor.shape and self.engine.first_ranks.get(name, 0) == rank
+            part, copy = (BUFFER, rank) if tensor.own else (PARAM, 0)
+            for span, data in tensor.chunks:
+                if span.numel or is_empty:
+                    dtype, tier = dtype_name(data.dtype, name), tier_of_host if data.is_cpu else Tier.DEVICE
+                    yield Fragment(part, name, dtype, span, tier, copy, data, tensor.replicated)
 
     def state(self) -> dict[str, Any]:
         return {STATE_DICT: self.engine.tree}

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from io import BytesIO
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -29,10 +30,10 @@ if TYPE_CHECKING:
     from zckpt.geometry import Span
 
 Path = tuple[str | int, ...]
-STATE_DICT, PATHS, RANKS, OWN = "state_dict", "paths", "ranks", "own"
+STATE_DICT, PATHS, RANKS, OWN, STREAMS = "state_dict", "paths", "ranks", "own", "streams"
 """The tree of a state dict in the state of an engine, and its keys: what ``packed_paths`` returns; for each plain
-value that rank 0 does not have, the rank that has written it; and the names of the plain values of which each rank has
-its own."""
+value that rank 0 does not have, the rank that has written it; the names of the plain values of which each rank has its
+own; and the names of those that were an ``io.BytesIO``, whose bytes are kept."""
 
 
 class Leaf(NamedTuple):
@@ -101,14 +102,18 @@ def _is_divided(value: object) -> bool:
 class HeldTensor:
     """What this rank holds of one tensor of a state dict."""
 
-    span: Span
-    """The elements that this rank holds. They may be none."""
-    data: torch.Tensor
-    """These elements, one after the other, in a 1-D tensor."""
+    chunks: tuple[tuple[Span, torch.Tensor], ...]
+    """The elements that this rank holds, which may be none. Those of each span are in a 1-D tensor, one after the
+    other. All spans have the same grid."""
     replicated: str = ""
     """The value of ``Fragment.replicated``."""
     own: bool = False
     """Whether each rank has values of its own."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the whole tensor."""
+        return self.chunks[0][0].grid.shape
 
     def of_ranks(self, ranks: Sequence[int]) -> HeldTensor:
         """Returns the same, if only these ranks have a tensor of this name."""
@@ -117,23 +122,29 @@ class HeldTensor:
 
 
 def held(name: str, tensor: torch.Tensor, ranks: int, local: torch.Tensor | None = None) -> HeldTensor:
-    """Returns what this rank holds of a tensor. If its elements do not lie in order, ``data`` is a copy. ``ranks``: the
-    number of ranks that write. ``local``: the values that are written in the place of those that the tensor has on this
-    rank. Raises UnsupportedError, which names the tensor, for one that cannot be written."""
-    local = local_of(tensor) if local is None else local
-    why = not_plain(local)
-    if why is not None:
-        raise UnsupportedError(f"{name} {why}", hint="keep a dense copy of it, or the tensors that it is made of")
-    dtype_name(local.dtype, name)
+    """Returns what this rank holds of a tensor. ``ranks``: the number of ranks that write. ``local``: the values that
+    are written in the place of those that the tensor has on this rank. Raises UnsupportedError, which names the tensor,
+    for one that cannot be written."""
     try:
         span = held_span(tensor)
     except ValueError as error:
         raise UnsupportedError(f"{name} {error}", hint="redistribute a Partial tensor, which sums it") from error
+    data = values_in_order(name, local_of(tensor) if local is None else local)
+    whole = "every rank" if ranks > 1 else ""
+    return HeldTensor(((span, data),), replica_set(tensor, ranks) if is_sharded(tensor) else whole)
+
+
+def values_in_order(name: str, local: torch.Tensor) -> torch.Tensor:
+    """Returns the values of a tensor on this rank, one after the other, in a 1-D tensor. It is a copy only if they do
+    not lie in order. Raises UnsupportedError, which names the tensor, for one that cannot be written."""
+    why = not_plain(local)
+    if why is not None:
+        raise UnsupportedError(f"{name} {why}", hint="keep a dense copy of it, or the tensors that it is made of")
+    dtype_name(local.dtype, name)
     data = local.detach()
     if not lies_in_order(data):
         data = data.resolve_conj().resolve_neg().contiguous()
-    whole = "every rank" if ranks > 1 else ""
-    return HeldTensor(span, data.view(-1), replica_set(tensor, ranks) if is_sharded(tensor) else whole)
+    return data.view(-1)
 
 
 def held_span(tensor: Any) -> Span:
@@ -146,7 +157,7 @@ def held_span(tensor: Any) -> Span:
 
 def is_whole(tensor: HeldTensor) -> bool:
     """Returns whether this rank holds all elements of a tensor."""
-    return tensor.span == all_of(tensor.span.grid.shape)
+    return [span for span, _ in tensor.chunks] == [all_of(tensor.shape)]
 
 
 def matches(name: str, patterns: Collection[str]) -> bool:
@@ -160,20 +171,31 @@ class Contents:
 
     tensors: dict[str, HeldTensor]
     values: dict[str, Any]
-    """The plain values."""
+    """The plain values. The bytes of an ``io.BytesIO`` are in its place."""
     paths: dict[str, Path]
     """The path of each leaf."""
+    streams: set[str]
+    """The names of the plain values that are an ``io.BytesIO``."""
 
     @classmethod
     def of(cls, state_dict: Mapping[Any, Any], ranks: int) -> Contents:
         """Returns the contents of a state dict. ``ranks``: as for ``held``. Raises the errors of ``leaves_of`` and
         ``held``."""
-        leaves = leaves_of(state_dict)
-        return cls(
-            {name: held(name, leaf.value, ranks) for name, leaf in leaves.items() if leaf.is_tensor},
-            {name: leaf.value for name, leaf in leaves.items() if not leaf.is_tensor},
-            {name: leaf.path for name, leaf in leaves.items()},
-        )
+        made = cls({}, {}, {}, set())
+        for name, leaf in leaves_of(state_dict).items():
+            if leaf.is_tensor:
+                made.tensors[name] = held(name, leaf.value, ranks)
+                made.paths[name] = leaf.path
+            else:
+                made.add_value(name, leaf.path, leaf.value)
+        return made
+
+    def add_value(self, name: str, path: Path, value: Any) -> None:
+        """Adds a plain value."""
+        self.paths[name] = path
+        if isinstance(value, BytesIO):
+            self.streams.add(name)
+        self.values[name] = value.getvalue() if isinstance(value, BytesIO) else value
 
     def with_own(self, per_rank: Collection[str]) -> Contents:
         """Returns the same, with the plain tensors that a name or glob in ``per_rank`` matches as each rank's own."""
@@ -187,10 +209,11 @@ class Contents:
         """Returns, for each name of a tensor that has the same memory as one before it, the name of that one."""
         first: dict[tuple[object, ...], str] = {}
         aliases = {}
-        addresses = Counter(tensor.data.data_ptr() for tensor in self.tensors.values())
+        addresses = Counter(tensor.chunks[0][1].data_ptr() for tensor in self.tensors.values())
         for name, tensor in self.tensors.items():
-            if addresses[tensor.data.data_ptr()] > 1 and tensor.data.numel() and not tensor.own:
-                place = tensor.data.data_ptr(), tensor.data.device, tensor.data.dtype, tensor.span
+            shared = addresses[tensor.chunks[0][1].data_ptr()] > 1
+            if shared and not tensor.own and any(span.numel for span, _ in tensor.chunks):
+                place = tuple((span, data.data_ptr(), data.device, data.dtype) for span, data in tensor.chunks)
                 if first.setdefault(place, name) != name:
                     aliases[name] = first[place]
         return aliases
