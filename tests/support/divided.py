@@ -96,8 +96,9 @@ def check_conversion(
     losses = cluster.run(save_both, ranks, module, str(folder), setup, client_state)
     converted = zckpt.convert(folder / "stock", folder / "converted")
     assert zckpt.validate(converted.path, level="deep").ok
-    own = zckpt.open(folder / "own")
-    assert_same_checkpoints(own, zckpt.open(converted.path), same_files=False)
+    own, new = zckpt.open(folder / "own"), zckpt.open(converted.path)
+    assert_same_checkpoints(own, new, same_files=False)
+    assert own.manifest.writer["parallelism"] == new.manifest.writer["parallelism"]
     tensors = own.load()
     for number, (other, here) in enumerate(setups):
         path = str(folder / str(number))

@@ -97,6 +97,7 @@ def make(
     bias: bool = False,
     short: bool = False,
     functions: bool = False,
+    late: bool = False,
     **config: Any,
 ) -> Any:
     """Returns an engine.
@@ -113,6 +114,7 @@ def make(
         short: whether there is only one block, so that the second stage has only the shared module.
         functions: whether each layer calls the shared module by a function. Then DeepSpeed saves no file that has the
             shared weights.
+        late: whether only the last stages have experts.
         config: more settings of DeepSpeed's configuration.
     """
     topology, sliced = None, []
@@ -125,7 +127,7 @@ def make(
     tied: dict[str, Any] = {"tied_weight_attr": ["weight"], "bias": bias}
     layers = [
         TiedLayerSpec("embed", Embedding, forward_fn=Embedding.forward if functions else None, **tied),
-        LayerSpec(Block), *mixed, torch.tanh, LayerSpec(Block),
+        LayerSpec(Block), *([] if late else mixed), torch.tanh, LayerSpec(Block),
         LayerSpec(Block), LayerSpec(Block), *sliced, *mixed,
         TiedLayerSpec("embed", Embedding, forward_fn=head, **tied),
     ]  # fmt: skip

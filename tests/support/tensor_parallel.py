@@ -87,6 +87,10 @@ class Mpu:
     def get_model_parallel_world_size(self) -> int:
         return dist.get_world_size(self.tp)
 
+    get_tensor_model_parallel_rank = get_model_parallel_rank
+    get_tensor_model_parallel_group = get_model_parallel_group
+    get_tensor_model_parallel_world_size = get_model_parallel_world_size
+
     def get_data_parallel_rank(self) -> int:
         return dist.get_rank(self.dp)
 

@@ -1,5 +1,5 @@
-"""Converts the checkpoint of another program to one of zckpt, and a checkpoint of zckpt to one of DeepSpeed or of
-PyTorch's DCP."""
+"""Converts the checkpoint of another program to one of zckpt, and a checkpoint of zckpt to one of DeepSpeed, in its own
+format or as a Universal Checkpoint, or of PyTorch's DCP."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from zckpt.converting import formats
 from zckpt.converting.dcp_folder import read_accelerate, read_dcp, read_torch_file
 from zckpt.converting.deepspeed import read_deepspeed
 from zckpt.converting.hugging_face import read_hugging_face
-from zckpt.converting.to_deepspeed import to_deepspeed
+from zckpt.converting.to_deepspeed import to_deepspeed, to_universal
 from zckpt.converting.write import write_source
 from zckpt.errors import UnsupportedError, printable
 from zckpt.listing.find import find
@@ -37,6 +37,11 @@ _READERS = {
     formats.ACCELERATE_FSDP: read_accelerate, formats.TORCH_FILE: read_torch_file,
 }  # fmt: skip
 
+_OPTIONS: dict[str, tuple[str, ...]] = {
+    "zckpt": ("tag",), "deepspeed": ("tag", "stage", "world_size"), "universal": ("tag",), "dcp": ("world_size",),
+}  # fmt: skip
+"""For each format of a result, the options that it has."""
+
 
 @dataclass(frozen=True, slots=True)
 class Converted:
@@ -59,7 +64,7 @@ def convert(
     source: StrPath,
     destination: StrPath,
     *,
-    to: Literal["zckpt", "deepspeed", "dcp"] = "zckpt",
+    to: Literal["zckpt", "deepspeed", "universal", "dcp"] = "zckpt",
     tag: str | None = None,
     stage: int | None = None,
     world_size: int | None = None,
@@ -67,7 +72,7 @@ def convert(
     budget: Budget | None = None,
     progress: Progress | None = None,
 ) -> Converted:
-    """Converts a checkpoint from another format, or to DeepSpeed's or DCP's.
+    """Converts a checkpoint from another format, or to one of DeepSpeed's or DCP's.
 
     DeepSpeed does not have to be installed, and a single process is enough. If torch.distributed is initialised, every
     rank has to call this with the same arguments, and the ranks share the files. If one rank fails or is lost, all of
@@ -84,11 +89,14 @@ def convert(
         destination: with ``to="zckpt"`` the directory of the new checkpoint, from which ``zckpt.restore`` resumes. No
             file ``latest`` is written. With ``to="deepspeed"`` the directory of a run in DeepSpeed's format. The new
             checkpoint is the folder ``tag`` in it, from which DeepSpeed's own ``engine.load_checkpoint`` resumes, and
-            the file ``latest`` names it. With ``to="dcp"`` the new folder, which ``torch.distributed.checkpoint.load``
+            the file ``latest`` names it. With ``to="universal"`` the same, except that the folder is a Universal
+            Checkpoint, which ``latest_universal`` names, and which engines with ``checkpoint.load_universal`` load at
+            any of the stages 1 to 3. With ``to="dcp"`` the new folder, which ``torch.distributed.checkpoint.load``
             reads.
-        to: the format of the result, "zckpt", "deepspeed" or "dcp".
+        to: the format of the result, "zckpt", "deepspeed", "universal" or "dcp".
         tag: with ``to="zckpt"`` the checkpoint of the run ``source`` that is converted. None means the one that
-            ``latest`` names. With ``to="deepspeed"`` the name of the new folder. None means ``global_step<N>``.
+            ``latest`` names. With ``to="deepspeed"`` or ``to="universal"`` the name of the new folder. None means
+            ``global_step<N>``.
         stage: with ``to="deepspeed"`` the ZeRO stage of the engine that will resume. None means the stage of the engine
             that wrote the checkpoint.
         world_size: with ``to="deepspeed"`` the number of ranks of the engine that will resume, and with ``to="dcp"``
@@ -114,15 +122,13 @@ def convert(
     ranks = Ranks(call="zckpt.convert")
 
     def check() -> tuple[str, Store]:
-        if to not in ("zckpt", "deepspeed", "dcp"):
-            raise ValueError(f"to must be 'zckpt', 'deepspeed' or 'dcp', got {to!r}")
-        if to == "zckpt" and (stage, world_size) != (None, None):
-            raise ValueError(
-                "stage and world_size may be given only with to='deepspeed' (--to deepspeed), and world_size with "
-                "to='dcp': a checkpoint of zckpt fits any of them"
-            )
-        if to == "dcp" and (stage, tag) != (None, None):
-            raise ValueError("stage and tag are not for to='dcp' (--to dcp)")
+        if to not in _OPTIONS:
+            raise ValueError(f"to must be one of {', '.join(map(repr, _OPTIONS))}, got {to!r}")
+        given = {"tag": tag, "stage": stage, "world_size": world_size}
+        for name, value in given.items():
+            if value is not None and name not in _OPTIONS[to]:
+                fitting = " or ".join(f"to={other!r}" for other in _OPTIONS if name in _OPTIONS[other])
+                raise ValueError(f"{name} is not for to={to!r}: it may be given only with {fitting} (--to)")
         return str(Location.of(source).absolute()), open_store(Location.of(destination).absolute())
 
     def look() -> tuple[str, str]:
@@ -131,8 +137,8 @@ def convert(
         folder = formats.find_format(origin, tag if to == "zckpt" else None)
         if (folder.format == formats.ZCKPT) != (to != "zckpt"):
             hint = (
-                "copy it with zckpt.cp (zckpt cp), or convert it: "
-                "to='deepspeed' (--to deepspeed) or to='dcp' (--to dcp)"
+                "copy it with zckpt.cp (zckpt cp), or convert it: to='deepspeed' (--to deepspeed), to='universal' "
+                "(--to universal) or to='dcp' (--to dcp)"
             )
             if to != "zckpt":
                 hint = "convert it to a checkpoint of zckpt first: to='zckpt' (without --to)"
@@ -145,18 +151,16 @@ def convert(
         source_format, path = ranks.first(look, "look at the source")
         if to != "zckpt":
             checkpoint = ranks.together(lambda: open_path(path, budget=budget), "open the checkpoint")
-            write: Any = partial(to_deepspeed, tag=tag, stage=stage)
-            if to == "dcp":
+            write: Any = partial(to_deepspeed, tag=tag, stage=stage, world_size=world_size)
+            if to == "universal":
+                write = partial(to_universal, tag=tag)
+            elif to == "dcp":
                 # It imports torch.distributed.checkpoint, which takes a second.
-                from zckpt.converting.to_dcp import to_dcp as write
+                from zckpt.converting.to_dcp import to_dcp
+
+                write = partial(to_dcp, world_size=world_size)
             new_path, missing = write(
-                checkpoint,
-                str(store.location),
-                ranks,
-                world_size=world_size,
-                overwrite=overwrite,
-                budget=budget,
-                progress=progress,
+                checkpoint, str(store.location), ranks, overwrite=overwrite, budget=budget, progress=progress
             )
             return Converted(new_path, _DESCRIPTIONS[formats.ZCKPT], missing)
         content = ranks.together(lambda: _READERS[source_format](path), "read the source")

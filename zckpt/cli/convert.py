@@ -25,6 +25,7 @@ EXAMPLES = """
   zckpt convert old/global_step1000 checkpoints/global_step1000
   zckpt convert old checkpoints/global_step900 --tag global_step900 --json
   zckpt convert checkpoints/global_step2000 back --to deepspeed --world-size 16
+  zckpt convert checkpoints/global_step2000 universal --to universal
   zckpt convert checkpoints/global_step2000 dcp --to dcp
   torchrun --nproc-per-node 8 -m zckpt convert old/global_step1000 checkpoints/global_step1000
 """
@@ -32,12 +33,19 @@ EXAMPLES = """
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", help="the checkpoint, or the directory of a run")
-    parser.add_argument("destination", help="the directory of the new checkpoint; with --to deepspeed, that of its run")
     parser.add_argument(
-        "--to", choices=["zckpt", "deepspeed", "dcp"], default="zckpt", help="the format to write; default: zckpt"
+        "destination", help="the directory of the new checkpoint; with --to deepspeed and universal, that of its run"
     )
     parser.add_argument(
-        "--tag", help="the checkpoint to convert in the run SOURCE; with --to deepspeed, the tag of the new checkpoint"
+        "--to",
+        choices=["zckpt", "deepspeed", "universal", "dcp"],
+        default="zckpt",
+        help="the format to write; universal is DeepSpeed's Universal Checkpoint; default: zckpt",
+    )
+    parser.add_argument(
+        "--tag",
+        help="the checkpoint to convert in the run SOURCE; with --to deepspeed and universal, the tag of the "
+        "new checkpoint",
     )
     parser.add_argument(
         "--stage", type=int, choices=range(4), help="with --to deepspeed: the ZeRO stage; default: that of the source"
@@ -46,7 +54,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--world-size",
         type=int,
         metavar="N",
-        help="with --to: the number of ranks, or of the data files of DCP; default: that of the source",
+        help="with --to deepspeed: the number of ranks; with --to dcp: that of the data files; default: that of SOURCE",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace a checkpoint at DESTINATION")
     parser.add_argument("--json", action="store_true", help="print one line of JSON")

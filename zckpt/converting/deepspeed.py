@@ -22,7 +22,7 @@ from zckpt.converting.source import RankPart, Source, file_states, values_of
 from zckpt.converting.stacked import Stacked
 from zckpt.engines import optimizer
 from zckpt.engines.deepspeed import scaler
-from zckpt.engines.deepspeed.setup import DTYPES, Setup
+from zckpt.engines.deepspeed.setup import DTYPES, Setup, parallelism
 from zckpt.engines.flats import cut_alone, moments
 from zckpt.engines.tensors import dtype_name, plain_name
 from zckpt.errors import FormatError, StateError, UnsupportedError
@@ -239,8 +239,10 @@ class _Reader:
         missing += [f"{PARAM}/{name}: DeepSpeed had it on NVMe and did not save it" for name in sorted(self._not_saved)]
         what = "Universal Checkpoint" if folder.universal else "DeepSpeed checkpoint"
         mode = f"ZeRO stage {setup.stage}"
+        expert_ranks = 1 if self._experts is None else self._experts.ranks
+        divided = parallelism(tensor=self._ranks.tensor_ranks, pipeline=self._ranks.stages, experts=expert_ranks)
         description = {
-            "framework": f"DeepSpeed {model.get('ds_version', 'of an unknown version')}", "mode": mode,
+            "framework": f"DeepSpeed {model.get('ds_version', 'of an unknown version')}", "mode": mode, **divided,
             "optimizer": "none" if not first.optimizer else optimizer_class or "unknown",
         }  # fmt: skip
         return Source(
@@ -430,6 +432,7 @@ class _Reader:
             other_dtypes={name: other for name, other in dtypes.items() if other != dtype},
             groups=self._names_at_stage_0(Coordinates(0, 0)) if saved and unwrapped else None,
             divided=self._ranks.names_differ or (self._experts is not None and self._experts.by_autoep),
+            own_names={} if self._experts is None else self._experts.own_names,
         )  # fmt: skip
 
     def _scheduler(self) -> dict[str, Any] | None:

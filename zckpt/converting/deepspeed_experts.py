@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from zckpt.engines.local_tensors import LocalTensor
     from zckpt.geometry import Section
 
-_EP_SIZE = re.compile(r"ep_size_(\d{1,7})", re.ASCII)
+EP_SIZE = re.compile(r"ep_size_(\d{1,7})", re.ASCII)
 """Matches the name that DeepSpeed gives to a param group of experts. It has the number of ranks over which these are
 divided."""
 _AUTOEP_WEIGHTS = ("w1", "w2", "w3")
@@ -72,7 +72,7 @@ class Experts:
         """The description of its layer for each parameter of AutoEP's experts."""
         self._here: dict[str, int] = {}
         """How many experts a rank has of each layer of ``MoE``, by the beginning of the names of its parameters."""
-        matches = (_EP_SIZE.fullmatch(str(group.get("name"))) for group in groups if group.get("moe"))
+        matches = (EP_SIZE.fullmatch(str(group.get("name"))) for group in groups if group.get("moe"))
         sizes = {int(match[1]) for match in matches if match}
         if len(sizes) != 1:
             raise UnsupportedError(
@@ -110,8 +110,6 @@ class Experts:
             # All names from "path." on, up to the first one that comes after them: "/" is the character after ".".
             for name in of_module[bisect_left(of_module, f"{path}.") : bisect_left(of_module, f"{path}/")]:
                 inside.append(name.removeprefix(f"{path}."))
-            # The router may have a second name. Its own one comes last, so that ``_own`` has it.
-            inside.sort(key=lambda name: name.startswith("router."))
             self._auto.add(path, self._names_before(path, inside), inside)
             self._autoep |= {self._auto.names.get(weight, weight): layer for weight in weights}
         self._own = {name: own for own, name in self._auto.names.items()}
@@ -201,6 +199,11 @@ class Experts:
         if match is None or match[1] not in self._here:
             return self._auto.names.get(name, name)
         return f"{match[1]}{number * self._here[match[1]] + int(match[2])}{match[3]}"
+
+    @property
+    def own_names(self) -> dict[str, list[str]]:
+        """What ``AutoExperts.own_names`` was for the engine."""
+        return self._auto.own_names
 
     def own_name(self, name: str) -> str:
         """Returns the name that a tensor has on a rank and in the folder, if AutoEP has given it another one.

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zckpt.converting.restricted_pickle import load
 from zckpt.converting.source import AS_WRITTEN
-from zckpt.errors import FormatError, MissingFileError, first_few, from_os_error
+from zckpt.errors import FormatError, MissingFileError, UnsupportedError, first_few, from_os_error
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -74,6 +74,12 @@ class DeepSpeedFolder:
             (int(match[1]), int(match[2] or 0)): os.path.join(path, match.string)
             for match in filter(None, map(_LAYER.fullmatch, names))
         }
+        models = [*filter(None, map(_MODEL.fullmatch, names))]
+        if self.universal and len({match[1] is None for match in models}) == 2:
+            raise UnsupportedError(
+                "this Universal Checkpoint was made by zckpt", file=path,
+                hint="take the checkpoint of zckpt that it was made from",
+            )  # fmt: skip
         self._models = _by_coordinates(path, _MODEL, names)
         self._optimizers = {} if self.universal else _by_coordinates(path, _OPTIMIZER, names)
         self.partitions_weights = not any(data_rank is None for data_rank, _ in self._models)
@@ -192,10 +198,15 @@ class DeepSpeedFolder:
         """Returns the content of a file in the folder ``zero``, or None if there is no such file. ``names``: the names
         of directories and of the file. They may come from another file, so they are checked."""
         for name in names:
-            if os.path.basename(name) != name or name in ("", os.curdir, os.pardir) or "\0" in name:
+            if not is_file_name(name):
                 raise FormatError(f"a parameter of the name {name!r} has no file", file=self.path, hint=AS_WRITTEN)
         path = os.path.join(self.path, "zero", *names)
         return load(path) if os.path.exists(path) else None
+
+
+def is_file_name(name: str) -> bool:
+    """Returns whether a file or directory can have this name, so that it does not lead elsewhere."""
+    return os.path.basename(name) == name and name not in ("", os.curdir, os.pardir) and "\0" not in name
 
 
 def _expected(path: str, what: str, hint: str = ALL_FILES) -> dict[str, Any]:

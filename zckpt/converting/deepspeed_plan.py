@@ -11,7 +11,7 @@ from collections import OrderedDict
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -63,6 +63,8 @@ class FolderPlan:
     checkpoint."""
     world_size: int | None
     """The number of ranks that will load the folder. None means the number that wrote the checkpoint."""
+    otherwise: ClassVar[str] = "convert it for the stage and the number of ranks of the run"
+    """What the errors about optimizer state that does not fit advise the user to do."""
 
     def __post_init__(self) -> None:
         if self.stage not in (None, 0, 1, 2, 3):
@@ -81,20 +83,24 @@ class FolderPlan:
                 file=self.checkpoint.path,
                 hint="restore it into an engine and write that with zckpt.write, or export the weights",
             )
-        setup = Setup.of(engine["deepspeed"])
-        if setup.divided:
-            raise UnsupportedError(
-                "the state of an engine with AutoEP, or with experts or pipeline stages on several ranks, cannot "
-                "become a folder in DeepSpeed's format",
-                file=self.checkpoint.path,
-                hint="restore it into such an engine and save that with DeepSpeed's own engine.save_checkpoint",
-            )
-        return setup
+        return Setup.of(engine["deepspeed"])
 
     @cached_property
     def setup(self) -> Setup:
         """The settings of the engines that will load the folder."""
+        if self.source.divided:
+            raise UnsupportedError(
+                "the state of an engine with AutoEP, or with experts or pipeline stages on several ranks, cannot "
+                "become a folder in DeepSpeed's format",
+                file=self.checkpoint.path,
+                hint="make a Universal Checkpoint of it: to='universal' (--to universal)",
+            )
         return self.source if self.stage is None else replace(self.source, stage=self.stage)
+
+    @property
+    def target(self) -> str:
+        """What the state has to fit, for people."""
+        return f"ZeRO stage {self.setup.stage} on {self.ranks} ranks"
 
     @cached_property
     def ranks(self) -> int:
@@ -285,11 +291,9 @@ class FolderPlan:
             groups.append({**settings, "params": numbers_of_group})
         if reasons:
             raise MismatchError(
-                f"the checkpoint does not fit ZeRO stage {self.setup.stage} on {self.ranks} ranks: "
-                + first_few(reasons, 5),
-                file=self.checkpoint.path,
-                hint="convert it for the stage and the number of ranks of the run",
-            )
+                f"the checkpoint does not fit {self.target}: {first_few(reasons, 5)}", file=self.checkpoint.path,
+                hint=self.otherwise,
+            )  # fmt: skip
         return {"state": states, "param_groups": groups}
 
     def _numbers(self, flats: Sequence[FlatBuffer]) -> tuple[list[int], list[list[int]]]:

@@ -43,7 +43,7 @@ def find_format(path: str, tag: str | None) -> Found:
     if os.path.isfile(path):
         return Found(TORCH_FILE, path)
     entries = _entries(path, run)
-    latest = next((name for name in (names.LATEST, "latest_universal") if name in entries), None)
+    latest = next((name for name in (names.LATEST, other_formats.LATEST_UNIVERSAL) if name in entries), None)
     if tag is None and latest is not None and _format(entries) not in (DEEPSPEED, DCP, ZCKPT):
         run, path = path, os.path.join(path, _named(path, latest))
         entries = _entries(path, run)

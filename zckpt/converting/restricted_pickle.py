@@ -751,7 +751,7 @@ def _no_bytes() -> bytes:
 def _member(kind: object, name: object) -> Inert:
     """Returns a member of an enum, which Python 3.11.0 to 3.11.3 pickle as a call of ``getattr``."""
     if not isinstance(kind, type) or not issubclass(kind, Inert) or type(name) is not str:
-        raise TypeError("an attribute of something that is not an enum")
+        raise TypeError("it asks for getattr of something that is not an enum")
     return kind(name)
 
 

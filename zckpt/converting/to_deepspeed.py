@@ -1,4 +1,5 @@
-"""Writes a folder in DeepSpeed's own format from a checkpoint, as DeepSpeed 0.19.8's ``engine.save_checkpoint`` does.
+"""Writes a folder in DeepSpeed's own format from a checkpoint, as DeepSpeed 0.19.8's ``engine.save_checkpoint`` does,
+or a Universal Checkpoint, as its ``ds_to_universal.py`` does.
 
     <destination>/latest                                          names the tag
     <destination>/<tag>/mp_rank_00_model_states.pt                stages 0 to 2: weights, buffers, counters, scheduler;
@@ -7,8 +8,9 @@
     <destination>/<tag>/zero_pp_rank_R_mp_rank_00_optim_states.pt master weights and moments of rank R; in bf16 the
                                                                   name begins with "bf16_"
 
-Each file is planned as a tree (deepspeed_plan.py), whose tensors are read from the checkpoint while the file is
-written.
+The name of a Universal Checkpoint is in the file ``latest_universal``. Each file is planned as a tree
+(deepspeed_plan.py, and for a Universal Checkpoint universal_plan.py), whose tensors are read from the checkpoint while
+the file is written.
 """
 
 from __future__ import annotations
@@ -19,16 +21,19 @@ from contextlib import closing, suppress
 from typing import TYPE_CHECKING
 
 from zckpt.converting.deepspeed_plan import FolderPlan
+from zckpt.converting.universal_plan import UniversalPlan
 from zckpt.converting.write_folder import write_folder
 from zckpt.errors import CheckpointExistsError, FormatError, StorageError
 from zckpt.exporting.place import Place
 from zckpt.format import names
 from zckpt.format.limits import LATEST_BYTES_MAX
-from zckpt.listing.other_formats import DEEPSPEED_FILES
+from zckpt.listing.other_formats import DEEPSPEED_FILES, LATEST_UNIVERSAL, UNIVERSAL_FILES
 from zckpt.storage.location import Location
 from zckpt.storage.schemes import open_store
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from zckpt.progress import Progress
     from zckpt.ranks.collectives import Ranks
     from zckpt.reading.checkpoint import Checkpoint
@@ -61,29 +66,71 @@ def to_deepspeed(
     CheckpointExistsError, NoSpaceError and StorageError, and FormatError for a damaged checkpoint. After an error,
     nothing of the folder remains in ``destination``.
     """
+    return _write(
+        checkpoint, destination, ranks, lambda: FolderPlan(checkpoint, stage, world_size), names.LATEST,
+        DEEPSPEED_FILES, tag=tag, overwrite=overwrite, budget=budget, progress=progress,
+    )  # fmt: skip
+
+
+def to_universal(
+    checkpoint: Checkpoint,
+    destination: str,
+    ranks: Ranks,
+    *,
+    tag: str | None = None,
+    overwrite: bool = False,
+    budget: Budget | None = None,
+    progress: Progress | None = None,
+) -> tuple[str, tuple[str, ...]]:
+    """Writes ``<destination>/<tag>``, a Universal Checkpoint, and then ``latest_universal``. Engines of stages 1 to 3
+    with the setting ``checkpoint.load_universal`` resume from it. Everything else is as for ``to_deepspeed``."""
+    return _write(
+        checkpoint, destination, ranks, lambda: UniversalPlan(checkpoint, None, 1), LATEST_UNIVERSAL, UNIVERSAL_FILES,
+        tag=tag, overwrite=overwrite, budget=budget, progress=progress,
+    )  # fmt: skip
+
+
+def _write(
+    checkpoint: Checkpoint,
+    destination: str,
+    ranks: Ranks,
+    make_plan: Callable[[], FolderPlan],
+    latest: str,
+    patterns: Sequence[str],
+    *,
+    tag: str | None,
+    overwrite: bool,
+    budget: Budget | None,
+    progress: Progress | None,
+) -> tuple[str, tuple[str, ...]]:
     tag = f"global_step{checkpoint.step}" if tag is None else tag
     run = Location.of(destination).absolute()
-    plan = ranks.together(lambda: FolderPlan(checkpoint, stage, world_size), "plan the folder")
+    plan = ranks.together(make_plan, "plan the folder")
     missing = write_folder(
-        checkpoint, plan, lambda: _place(run, tag, overwrite), lambda place: _finish(place, run, tag), ranks,
-        budget=budget, progress=progress,
+        checkpoint, plan, lambda: _place(run, tag, overwrite, patterns),
+        lambda place: _finish(place, run, tag, latest), ranks, budget=budget, progress=progress,
     )  # fmt: skip
     return str(run.child(tag)), missing
 
 
-def _place(run: Location, tag: str, overwrite: bool) -> Place:
-    """Returns the place of a folder with this name in the directory ``run``. Raises ValueError or CheckpointExistsError
-    if the folder may not be made there."""
-    if tag in ("", ".", "..", "latest") or tag != os.path.basename(tag).strip() or "\n" in tag or "\0" in tag:
+def _place(run: Location, tag: str, overwrite: bool, patterns: Sequence[str]) -> Place:
+    """Returns the place of a folder with this name and with files of these patterns in the directory ``run``. Raises
+    ValueError or CheckpointExistsError if the folder may not be made there."""
+    if (
+        tag in ("", ".", "..", names.LATEST, LATEST_UNIVERSAL)
+        or tag != os.path.basename(tag).strip()
+        or "\n" in tag
+        or "\0" in tag
+    ):
         raise ValueError(f"tag must be the name of a directory, got {tag!r}")
     _check_latest(run)
     what = "checkpoint of DeepSpeed"
-    return Place.choose(str(run.child(tag)), what, overwrite=overwrite, patterns=DEEPSPEED_FILES)
+    return Place.choose(str(run.child(tag)), what, overwrite=overwrite, patterns=patterns)
 
 
 def _check_latest(run: Location) -> None:
     """Raises CheckpointExistsError if the file ``latest`` in the directory ``run`` names a checkpoint of zckpt."""
-    store, tag = open_store(run), _named(run)
+    store, tag = open_store(run), _named(run, names.LATEST)
     if tag and store.entry(f"{tag}/{names.MANIFEST}") is not None:
         raise CheckpointExistsError(
             "this is a run of zckpt, whose file `latest` would be replaced", file=str(run),
@@ -91,30 +138,30 @@ def _check_latest(run: Location) -> None:
         )  # fmt: skip
 
 
-def _named(run: Location) -> str:
-    """Returns what the file ``latest`` names, or an empty text if there is none, or if it could not be one of zckpt.
-    Raises StorageError."""
+def _named(run: Location, latest: str) -> str:
+    """Returns what the file of the name ``latest`` names, or an empty text if there is none, or if it could not be one
+    of zckpt. Raises StorageError."""
     with suppress(FormatError), closing(open_store(run).reader()) as reader:
-        return names.decode_latest(reader.read(names.LATEST, 0, LATEST_BYTES_MAX + 1), names.LATEST)
+        return names.decode_latest(reader.read(latest, 0, LATEST_BYTES_MAX + 1), latest)
     return ""
 
 
-def _finish(place: Place, run: Location, tag: str) -> None:
-    """Puts the folder in place, and makes ``latest`` name it. Raises CheckpointExistsError, NoSpaceError and
-    StorageError. After an error, what was in the directory before is unchanged."""
+def _finish(place: Place, run: Location, tag: str, latest: str) -> None:
+    """Puts the folder in place, and makes the file of the name ``latest`` name it. Raises CheckpointExistsError,
+    NoSpaceError and StorageError. After an error, what was in the directory before is unchanged."""
     store = open_store(run)
-    latest = store.prepare(names.LATEST, tag.encode(), secrets.token_hex(4))
+    prepared = store.prepare(latest, tag.encode(), secrets.token_hex(4))
 
     def commit() -> None:
         try:
-            latest.commit()
+            prepared.commit()
         except StorageError as error:
             if not error.transient:
                 raise
-            # The answer of an object store may have been lost. While ``latest`` may name the folder, it has to stay.
+            # The answer of an object store may have been lost. While the file may name the folder, it has to stay.
             made = place.made.copy()
             place.made.clear()
-            if _named(run) == tag:
+            if _named(run, latest) == tag:
                 return
             place.made.extend(made)
             raise
@@ -123,5 +170,5 @@ def _finish(place: Place, run: Location, tag: str) -> None:
         _check_latest(run)  # Another process may have written a checkpoint there in the meantime.
         place.finish(commit)
     except BaseException:
-        latest.discard()
+        prepared.discard()
         raise

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Protocol
 from zckpt.converting.source import values_of
 from zckpt.exporting.checkpoint_source import CheckpointFiller
 from zckpt.exporting.place import Place
-from zckpt.exporting.write import write_files
+from zckpt.exporting.write import WINDOW_BYTES_MAX, write_files
 from zckpt.plan.share import shared_out
 from zckpt.progress import reported
 from zckpt.storage.space import Space
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from zckpt.exporting.plan import OutputFile
     from zckpt.listing.contents import TensorInfo
@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from zckpt.ranks.collectives import Ranks
     from zckpt.reading.checkpoint import Checkpoint
     from zckpt.transfer.budget import Budget
+
+
+BATCH_FILES_MAX = 64
+"""The most files that are open at a time."""
 
 
 class FolderPlan(Protocol):
@@ -63,13 +67,14 @@ def write_folder(
 
     filler, sizes, missing = ranks.together(measure, "plan the folder")
     file_bytes = [nbytes for _, nbytes, _ in sizes]
-    own_files = [number for number, owner in enumerate(shared_out(file_bytes, ranks.size)) if owner == ranks.rank]
+    own_files = {number for number, owner in enumerate(shared_out(file_bytes, ranks.size)) if owner == ranks.rank}
 
     def write() -> None:
         with reported(progress, "convert", sum(sizes[number][2] for number in own_files)) as filler.advance:
-            for number, file in enumerate(plan.files()):
-                if number in own_files:
-                    write_files(place.store, [file], {}, filler, filler.budget)
+            for files in _batches(file for number, file in enumerate(plan.files()) if number in own_files):
+                write_files(place.store, files, {}, filler, filler.budget)
+                for directory in {file.name.rpartition("/")[0] for file in files} - {""}:
+                    place.store.sync_names(directory)
 
     try:
         ranks.first(lambda: place.begin(name for name, _, _ in sizes), "prepare the place")
@@ -83,3 +88,15 @@ def write_folder(
             place.remove()
         raise
     return missing
+
+
+def _batches(files: Iterable[OutputFile]) -> Iterator[list[OutputFile]]:
+    """Yields the files in their order, several small ones at a time, because threads are started for each batch."""
+    batch: list[OutputFile] = []
+    for file in files:
+        if batch and (len(batch) == BATCH_FILES_MAX or sum(f.nbytes for f in (*batch, file)) > WINDOW_BYTES_MAX):
+            yield batch
+            batch = []
+        batch.append(file)
+    if batch:
+        yield batch

@@ -29,6 +29,7 @@ dtype. For a list or tuple, it has a list of the dtypes of the items, and null f
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from copy import copy
@@ -169,18 +170,24 @@ def _name_once(tree: dict[str, Any]) -> None:
 
 def joined(trees: Sequence[dict[str, Any]], *, leave_out: bool) -> dict[str, Any]:
     """Returns one tree of the trees that ``capture`` has made on the ranks of an engine whose ranks have different
-    parameters. If ranks have another number of param groups, it raises StateError. If they have different settings, or
-    different values for a parameter, it raises StateError too, or takes those of the first rank if ``leave_out``."""
+    parameters. A stage of a pipeline without experts has no param groups for experts. If ranks have different settings
+    of the same param group, or different values for a parameter, it raises StateError, or takes those of the first of
+    these ranks if ``leave_out``."""
     first = trees[0]
-    about = [{key: value for key, value in tree.items() if key not in ("param_groups", "states")} for tree in trees]
-    settings = [[{k: v for k, v in group.items() if k != "params"} for group in tree["param_groups"]] for tree in trees]
-    for rank, other in enumerate(zip(about, settings, strict=True)):
-        same = _equal(other, (about[0], settings[0]))
-        if len(other[1]) != len(settings[0]) or not (same or leave_out):
-            raise StateError(f"rank {rank} has other param groups, or other settings of them, than rank 0", rank=rank)
-    groups: list[dict[str, Any]] = [{"params": [], **of_first} for of_first in settings[0]]
-    for index, group in enumerate(groups):
-        group["params"] = list(dict.fromkeys(name for tree in trees for name in tree["param_groups"][index]["params"]))
+    groups: dict[tuple[str, int], dict[str, Any]] = {}
+    for rank, tree in enumerate(trees):
+        same = _equal(*({k: v for k, v in one.items() if k not in ("param_groups", "states")} for one in (tree, first)))
+        numbers: Counter[str] = Counter()
+        for group in tree["param_groups"]:
+            # DeepSpeed names all groups of a stage that has experts, and none of another stage.
+            name = str(group.get("name")) if "moe" in group else ""
+            joined_group = groups.setdefault((name, numbers[name]), {**group, "params": []})
+            numbers[name] += 1
+            without = [{key: one[key] for key in one if key not in ("params", "name")} for one in (group, joined_group)]
+            same = same and _equal(*without)
+            joined_group["params"] = list(dict.fromkeys([*joined_group["params"], *group["params"]]))
+        if not (same or leave_out):
+            raise StateError(f"rank {rank} has other settings of its param groups than the ranks before it", rank=rank)
     states: list[dict[str, Any]] = []
     of_name: dict[str, dict[str, Any]] = {}
     for rank, tree in enumerate(trees):
@@ -195,7 +202,8 @@ def joined(trees: Sequence[dict[str, Any]], *, leave_out: bool) -> dict[str, Any
                     whole["params"].append(name)
                 elif of_name[name] is not whole and not (leave_out or _counted_elsewhere(first, of_name[name], entry)):
                     raise StateError(f"optimizer: rank {rank} has other values for {name}", key=name, rank=rank)
-    return {**first, "joined": True, "param_groups": groups, "states": [entry for entry in states if entry["params"]]}
+    states = [entry for entry in states if entry["params"]]
+    return {**first, "joined": True, "param_groups": [*groups.values()], "states": states}
 
 
 def _counted_elsewhere(tree: Mapping[str, Any], one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:

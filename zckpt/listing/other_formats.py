@@ -49,6 +49,10 @@ DEEPSPEED_FILES = ("*[_-]model_states.pt", "*_optim_states.pt", "offloaded_tenso
 DeepSpeed 0.16 to 0.19 gives every file a name that ends in ``_model_states.pt``, ``-model_states.pt`` or
 ``_optim_states.pt`` (``MODEL_FILE_SUFFIX`` and ``OPTIM_FILE_SUFFIX`` in ``deepspeed/checkpoint/constants.py``), and
 copies NVMe swap files to the directory ``offloaded_tensors``."""
+UNIVERSAL_FILES = (*DEEPSPEED_FILES, "zero/optimizer_state.pt", "zero/*/*.pt")
+"""The same for a Universal Checkpoint."""
+LATEST_UNIVERSAL = "latest_universal"
+"""The name of the file that names the newest Universal Checkpoint of a run."""
 _DEEPSPEED = re.compile(r"(?s).*([_-]model|_optim)_states\.pt|offloaded_tensors")
 _WEIGHTS = re.compile(
     r"(model|pytorch_model)((-\d+-of-\d+)?\.(safetensors|bin)|\.(safetensors|bin)\.index\.json)", re.ASCII

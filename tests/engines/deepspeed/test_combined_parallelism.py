@@ -58,6 +58,13 @@ def restore(path: str, there: str, module: str, options: dict[str, Any]) -> list
     return losses
 
 
+TOLD = {
+    "tensor, pipeline and data parallelism, stage 1": "tensor 2, pipeline 2",
+    "tensor, pipeline and data parallelism": "tensor 2, pipeline 2",
+    "experts in a pipeline": "pipeline 2, experts 2",
+    "AutoTP and AutoEP": "tensor 2, experts 2",
+}
+"""What a checkpoint tells of the first engine of each combination."""
 AT_EVERY_COMMIT = ("tensor, pipeline and data parallelism, stage 1", "AutoTP and AutoEP")
 
 
@@ -71,6 +78,7 @@ def test_it_resumes_and_moves_to_another_division_and_back(cluster: Cluster, tmp
     assert cluster.run(restore, ranks, paths[0], paths[1], module, options) == through
     cluster.run(restore, others, paths[0], paths[2], module, other)
     assert cluster.run(restore, ranks, paths[2], paths[3], module, options) == through
+    assert zckpt.open(paths[0]).manifest.writer["parallelism"] == TOLD[name]
     first, *copies = (zckpt.open(path).load() for path in paths)
     for copy in copies:
         assert copy.keys() == first.keys()

@@ -65,6 +65,16 @@ def test_a_shared_module_that_is_called_by_functions(cluster: Cluster, tmp_path:
     assert cluster.run(write_bf16, 2, path, setup) == cluster.run(restore_bf16, 2, path, setup)
 
 
+def test_experts_that_only_some_stages_have(cluster: Cluster, tmp_path: Path) -> None:
+    """DeepSpeed makes param groups for experts on these stages only."""
+    path, setup = str(tmp_path / "c"), {"stages": 2, "zero": 0, "ep": 2, "late": True}
+    through = cluster.run(write_bf16, 4, path, setup)
+    groups = zckpt.open(path).state["engine"]["optimizer"]["param_groups"]
+    assert [bool(group.get("moe")) for group in groups] == [False, True]
+    assert cluster.run(restore_bf16, 4, path, setup) == through
+    cluster.run(restore_bf16, 2, path, {**setup, "stages": 1, "ep": 1})
+
+
 class Thing:
     """A value that no checkpoint can hold."""
 
@@ -128,6 +138,11 @@ def test_an_offloaded_pipeline_comes_back_before_its_stages_wait_for_each_other(
 def refuse(path: str) -> None:
     engine = make(2, 1)
     train(engine, 1)
+    group = engine.optimizer.optimizer.param_groups[0]
+    group["lr"] += torch.distributed.get_rank()
+    with pytest.raises(zckpt.ZckptError, match="rank 1 has other settings of its param groups"):
+        zckpt.write(engine, path)
+    group["lr"] -= torch.distributed.get_rank()
     if torch.distributed.get_rank():
         engine.module.tied_modules["embed"].weight.data[-1, -1] += 1
     with pytest.raises(

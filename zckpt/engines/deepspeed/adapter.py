@@ -14,12 +14,13 @@ from zckpt.engines.contract import Use
 from zckpt.engines.deepspeed import data_sampler, refuse, scaler
 from zckpt.engines.deepspeed.experts import AutoExperts, MoeExperts, auto_experts_of
 from zckpt.engines.deepspeed.group import group_of_engine, process_group
-from zckpt.engines.deepspeed.local_tensors import local_tensors_of
+from zckpt.engines.deepspeed.local_tensors import local_tensors_of, tensor_parallel_ranks
 from zckpt.engines.deepspeed.pipeline_stage import PipelineStage
 from zckpt.engines.deepspeed.restoring import DeepSpeedRestoring, rng_tracker
-from zckpt.engines.deepspeed.setup import setup_of
+from zckpt.engines.deepspeed.setup import parallelism, setup_of
 from zckpt.engines.deepspeed.wrapper import kind_of
 from zckpt.engines.deepspeed.zero12 import uses_muon
+from zckpt.engines.group import ranks_of
 from zckpt.engines.hooks import call_before
 from zckpt.engines.module_adapter import ModuleAdapter
 from zckpt.engines.tensors import unwrapped
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from zckpt.engines.contract import Selection
+    from zckpt.engines.deepspeed.setup import Setup
     from zckpt.engines.group import RankGroup
     from zckpt.engines.kind import Kind
     from zckpt.engines.local_tensors import LocalTensor
@@ -73,6 +75,7 @@ class DeepSpeedAdapter(ModuleAdapter):
             "framework": f"DeepSpeed {sys.modules['deepspeed'].__version__}",
             "torch": str(torch.__version__),
             "mode": f"ZeRO stage {int(self.engine.zero_optimization_stage())}",
+            **self._parallelism,
             "optimizer": optimizer.class_name(self.kind.optimizer) if self.trains else "none",
         }
 
@@ -100,10 +103,9 @@ class DeepSpeedAdapter(ModuleAdapter):
             )
 
     def state(self) -> dict[str, Any]:
-        divided = self.names_differ or self._auto_experts.any
         trees: dict[str, Any] = {
             "counters": {name: int(getattr(self.engine, name)) for name in COUNTERS},
-            "deepspeed": setup_of(self.engine, self.parameters[0], self._groups(), divided=divided).tree(),
+            "deepspeed": self._setup().tree(),
             **self.tree_of_extra_state(),
         }
         sampler = data_sampler.sampler_of(self.engine)
@@ -211,7 +213,7 @@ class DeepSpeedAdapter(ModuleAdapter):
 
     @cached_property
     def local_tensors(self) -> dict[str, LocalTensor]:
-        """The local tensors of all parameters. Raises ValueError as ``local_tensors_of`` does."""
+        """The local tensors of all parameters. Raises what ``local_tensors_of`` raises."""
         shapes = self._kind_class.shapes(self.engine.optimizer, self.parameters[0])
         parameters, experts = self.parameters[0], (self.experts, self._auto_experts)
         return local_tensors_of(self.engine, parameters, shapes, self._stage, *experts)
@@ -219,6 +221,16 @@ class DeepSpeedAdapter(ModuleAdapter):
     @cached_property
     def _stage(self) -> PipelineStage:
         return PipelineStage(self.module)
+
+    @property
+    def _parallelism(self) -> dict[str, str]:
+        sequence = getattr(self.engine, "seq_parallel_group", None)
+        return parallelism(
+            tensor=tensor_parallel_ranks(self.engine).size,
+            pipeline=self._stage.count,
+            experts=max((group.size() for group in (self.engine.expert_parallel_group or {}).values()), default=1),
+            sequence=1 if sequence is None else len(ranks_of(sequence)),
+        )
 
     @cached_property
     def experts(self) -> MoeExperts:
@@ -229,6 +241,10 @@ class DeepSpeedAdapter(ModuleAdapter):
     def _auto_experts(self) -> AutoExperts:
         """The tensors of the layers of AutoEP."""
         return auto_experts_of(self.engine, self.module)
+
+    def _setup(self) -> Setup:
+        own_names, divided = self._auto_experts.own_names, self.names_differ or self._auto_experts.any
+        return setup_of(self.engine, self.parameters[0], self._groups(), own_names, divided=divided)
 
     def _groups(self) -> list[list[str]] | None:
         """Returns the value of ``Setup.groups``: the names of the parameters of each param group, or None unless the

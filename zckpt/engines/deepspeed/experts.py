@@ -130,12 +130,24 @@ class AutoExperts:
 
     def add(self, path: str, before: NamesBefore, tensors: Iterable[str]) -> None:
         """Adds the layer at ``path``. ``tensors``: the names of its tensors inside of the layer."""
-        for tensor in tensors:
+        # The router may have a second name. Its own one comes last, so that ``own_names`` has it.
+        for tensor in sorted(tensors, key=lambda tensor: tensor.startswith("router.")):
             name, half = f"{path}.{before.name(tensor)}", before.half(tensor)
             if half is None:
                 self.names[f"{path}.{tensor}"] = name
             else:
                 self._halves[f"{path}.{tensor}"] = name, half
+
+    @property
+    def own_names(self) -> dict[str, list[str]]:
+        """The names in the module of the tensors that have other names in a checkpoint, by these names. A tensor of the
+        checkpoint that has a gate and an up projection is two tensors of the module."""
+        halves = sorted((whole, half, name) for name, (whole, half) in self._halves.items())
+        own_names: dict[str, list[str]] = {whole: [] for whole, *_ in halves}
+        for whole, _, name in halves:
+            own_names[whole].append(name)
+        own_names |= {stored: [name] for name, stored in self.names.items() if stored != name}
+        return own_names
 
     def unsupported(self, trained: Container[str]) -> Iterator[str]:
         """Yields a phrase for an error if one half of a tensor has a master weight and the other one has none.

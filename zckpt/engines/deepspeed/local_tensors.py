@@ -25,6 +25,7 @@ from zckpt.engines.deepspeed.group import process_group_of_owners
 from zckpt.engines.group import RankGroup, rank_group_of
 from zckpt.engines.local_tensors import LocalTensor
 from zckpt.engines.tensors import unwrapped
+from zckpt.errors import UnsupportedError
 from zckpt.geometry import all_of, section_of
 
 if TYPE_CHECKING:
@@ -59,7 +60,8 @@ def local_tensors_of(
     auto_experts: AutoExperts,
 ) -> dict[str, LocalTensor]:
     """Returns the local tensors of all parameters of an engine. ``shapes``: what ``Kind.shapes`` has returned. Raises
-    ValueError, with a phrase for an error, if it cannot be told how a parameter is cut."""
+    UnsupportedError if nothing tells how the parameters are cut, and ValueError, with a phrase for an error, if a
+    parameter is cut in a way that is not supported."""
     owners, tensor_ranks = rank_group_of(process_group_of_owners(engine)), tensor_parallel_ranks(engine)
     trained = {name for name, parameter in parameters.items() if parameter.requires_grad}
     of_experts = (*experts.unsupported(parameters, tensor_ranks.size), *auto_experts.unsupported(trained))
@@ -69,10 +71,12 @@ def local_tensors_of(
     patterns = _patterns_of(engine, parameters) if tensor_ranks.size > 1 else {}
     told = tensor_ranks.size == 1 or stage.divided or _autotp_describes(engine) or bool(patterns)
     if not told and not any(map(_is_cut, parameters.values())):
-        raise ValueError(
-            f"tensor parallelism over {tensor_ranks.size} ranks, of which no parameter tells how it is cut (by the "
-            "attributes tensor_model_parallel, partition_dim and partition_stride), and neither does the model (by "
-            "universal_checkpoint_info)"
+        raise UnsupportedError(
+            f"the engine has tensor parallelism over {tensor_ranks.size} ranks, of which no parameter tells how it is "
+            "cut",
+            hint="give each parameter that is cut the attributes tensor_model_parallel, partition_dim and "
+            "partition_stride, or the model a dict universal_checkpoint_info, whose patterns of names tell how each "
+            "parameter is cut (docs/parallelism.md has examples)",
         )
     local_tensors, group_of = {}, cache(rank_group_of)
     for name, parameter in parameters.items():

@@ -25,6 +25,8 @@ class PipelineStage:
         self._module = module
         self.divided = is_a(module, "PipelineModule") and module._local_stop - module._local_start < module._num_layers
         """Whether other ranks have other layers."""
+        self.count = int(module.num_stages) if is_a(module, "PipelineModule") else 1
+        """The number of stages."""
 
     def has_elsewhere(self, name: str) -> bool:
         """Returns whether a tensor of a checkpoint belongs to a layer that only other stages have."""

@@ -3,7 +3,8 @@ for ``zckpt.convert``, which makes DeepSpeed's files from a checkpoint, and a ch
 
     {"stage": 3, "dtype": "bfloat16", "grad_accum_dtype": "bfloat16", "gradient_clipping": 1.0,
      "sub_group_size": 1000000000, "round_robin_gradients": False, "parameter_alignment": False, "cpu_offload": False,
-     "other_dtypes": {"norm.weight": "float32"}, "groups": None, "divided": False}
+     "other_dtypes": {"norm.weight": "float32"}, "groups": None, "divided": False,
+     "own_names": {}}
 """
 
 from __future__ import annotations
@@ -54,6 +55,8 @@ class Setup:
     divided: bool = False
     """Whether the engine had layers of AutoEP, or experts or pipeline stages on several ranks. Then the names above are
     those of rank 0."""
+    own_names: Mapping[str, list[str]] = field(default_factory=dict)
+    """What ``AutoExperts.own_names`` is for the engine."""
 
     @property
     def bf16_optimizer(self) -> bool:
@@ -86,7 +89,7 @@ class Setup:
             setup = cls(**{key: value for key, value in tree.items() if key in field_names})  # type: ignore[attr-defined]
             numbers = (setup.stage, setup.sub_group_size)
             dtypes = (setup.dtype, setup.grad_accum_dtype, *setup.other_dtypes.values())
-            groups = setup.groups or []
+            groups = [*(setup.groups or []), *setup.own_names.values()]
         except (AttributeError, TypeError) as error:
             raise FormatError(f"state: deepspeed is not the settings of an engine: {error}") from error
         valid = all(type(number) is int and number >= 0 for number in numbers) and setup.stage <= 3
@@ -97,10 +100,23 @@ class Setup:
         return setup
 
 
+def parallelism(**ranks: int) -> dict[str, str]:
+    """Returns the entry of ``EngineAdapter.description`` that says over how many ranks a model is divided in each way,
+    such as ``tensor=2``, or no entry if it is not divided."""
+    told = ", ".join(f"{way} {size}" for way, size in ranks.items() if size > 1)
+    return {"parallelism": told} if told else {}
+
+
 def setup_of(
-    engine: Any, parameters: Mapping[str, torch.nn.Parameter], groups: list[list[str]] | None, *, divided: bool
+    engine: Any,
+    parameters: Mapping[str, torch.nn.Parameter],
+    groups: list[list[str]] | None,
+    own_names: Mapping[str, list[str]],
+    *,
+    divided: bool,
 ) -> Setup:
-    """Returns the settings of a live engine. ``groups`` and ``divided``: the values of these fields of ``Setup``."""
+    """Returns the settings of a live engine. ``groups``, ``own_names`` and ``divided``: the values of these fields of
+    ``Setup``."""
     zero = engine._config.zero_config
     dtype, grad_accum_dtype = engine.get_data_types()
     return Setup(
@@ -115,4 +131,5 @@ def setup_of(
         other_dtypes={name: torch_name(p.dtype) for name, p in parameters.items() if p.dtype != dtype},
         groups=groups,
         divided=divided,
+        own_names=own_names,
     )
