@@ -109,7 +109,7 @@ def write_state_dict(
     Args:
         state_dict: the state dict, such as ``{"model": model.state_dict(), "epoch": 3}``. Plain values may have the
             types that ``client_state`` of ``zckpt.write`` may have, such as NumPy arrays, and come back in the same
-            plain forms.
+            plain forms. A leaf may also be an ``io.BytesIO``, which comes back with its position at the beginning.
         path: the directory of the checkpoint: a path of a file system, or a URL such as ``s3://bucket/run/step100``.
         step: the number of the training step, by which checkpoints are ordered.
         process_group: the ranks that write. None means all ranks of the job.
