@@ -128,7 +128,8 @@ def on_one_rank(result: Result, directory: Path) -> None:
     result.add(rounds, nbytes, "1 rank, write")
     compare(result, rounds, "1 rank, write", [*SAVES])
     del states[LARGE]
-    figures = result.extra["profile"] = profile(states[SMALL], directory)
+    figures = profile(states[SMALL], directory)
+    result.extra["notes"] = table(figures)
     for action in ("write", "load", "load into memory"):
         result.at_most(f"memory for each tensor, {action}", figures[action]["bytes"], 1024, "bytes")
     for group, prepare in (("1 rank, load cold", drop_from_cache), ("1 rank, load cached", bring_into_cache)):
@@ -232,6 +233,19 @@ def profile(state: Tensors, directory: Path) -> dict[str, dict[str, float]]:
         listed = ", ".join(f"{step} {value:.1f}" for step, value in figures[action].items())
         print(f"  us of processor time for each tensor, {action}: {listed}", flush=True)
     return figures
+
+
+def table(figures: dict[str, dict[str, float]]) -> list[str]:
+    """Returns the profile as a table in Markdown."""
+    rows = dict.fromkeys(step for of_action in figures.values() for step in of_action)
+    return [
+        f"| microseconds of processor time for each tensor | {' | '.join(figures)} |",
+        f"| --- |{' ---: |' * len(figures)}",
+        *(
+            f"| {row} | {' | '.join(f'{of_action.get(row, 0):.1f}' for of_action in figures.values())} |"
+            for row in rows
+        ),
+    ]
 
 
 # 8 ranks

@@ -37,6 +37,7 @@ from zckpt.restoring.plan import Request, RestorePlan, check_settings, plan_rest
 from zckpt.state.lineage import Use
 from zckpt.storage.location import Location, StrPath
 from zckpt.storage.schemes import open_store
+from zckpt.system.collector import paused_collector
 from zckpt.system.threads import beside
 from zckpt.tiers.choice import Chosen, choose
 from zckpt.transfer.devices import check_device, synchronize
@@ -330,6 +331,7 @@ def _raise_first(errors: Sequence[BaseException]) -> None:
         raise errors[0]
 
 
+@paused_collector()
 def _plan(engine: object, opened: Callable[[], tuple[Store, Contents]], request: Request, ranks: Ranks) -> RestorePlan:
     """Plans the restore of this rank. ``opened`` returns the directory of the checkpoint, and what it holds."""
     adapter = adapt(engine)
@@ -380,6 +382,7 @@ def _mismatch(plan: RestorePlan, first: tuple[int, str], same_as: int | None, ra
     return error_class(message, file=plan.checkpoint.path, rank=rank, hint=plan.hint)
 
 
+@paused_collector()
 def _change(plan: RestorePlan, rank: int | None, request: Request) -> None:
     """Does all that this rank can do alone to restore the engine. ``rank`` is the number of this rank if the checkpoint
     was written by the same number of ranks, and None otherwise."""
@@ -392,8 +395,9 @@ def _fill(plan: RestorePlan, rank: int | None, request: Request) -> None:
     checkpoint, sources = plan.checkpoint, plan.match.sources
     stored = [fragment for fragment in plan.match.filled if fragment.key in sources]
     nbytes = sum(fragment.span.numel * sources[fragment.key].dtype.itemsize for fragment in stored)
-    synchronize(plan.adapter.devices)
-    staging = checkpoint.staging(plan.adapter.devices)
+    devices = plan.adapter.devices
+    synchronize(devices)
+    staging = checkpoint.staging(devices)
     with (
         staging.kept(),
         logged("restored", checkpoint.path, nbytes),

@@ -114,13 +114,11 @@ def plan_data_files(
     Raises UnsupportedError, or FormatError (S001), if there is more than the format can hold.
     """
     parts = {part: number for number, part in enumerate(dict.fromkeys(fragment.part for fragment in fragments))}
-    part_number = np.array([parts[fragment.part] for fragment in fragments], np.int64)
-    tier = np.array([fragment.tier for fragment in fragments], np.int64)
-    item_bytes = np.array([ITEM_BYTES[fragment.dtype] for fragment in fragments], np.int64)
-    order = np.lexsort((-item_bytes, tier, part_number))
+    file = np.array([parts[fragment.part] * len(Tier) + fragment.tier for fragment in fragments], np.int64)
+    order = _order(file, np.array([ITEM_BYTES[fragment.dtype] for fragment in fragments], np.int64))
     plans: list[DataFilePlan] = []
     first_block = 0
-    for begin, end in runs_of_equal((part_number * len(Tier) + tier)[order]):
+    for begin, end in runs_of_equal(file[order]):
         group = [fragments[number] for number in order[begin:end].tolist()]
         data_file = DataFileId(save_id, rank, world_size, group[0].part, group[0].tier)
         in_memory = group[0].part not in copied
@@ -134,6 +132,11 @@ def plan_data_files(
             hint="leave parts out with `exclude`, and write them as a checkpoint of their own with `parts`",
         )
     return tuple(plans)
+
+
+def _order(file: Ints, item_bytes: Ints) -> Ints:
+    """Returns the order of fragments in the data files ``file``: the larger elements of a file come first."""
+    return np.lexsort((-item_bytes, file))
 
 
 def _plan_data_file(

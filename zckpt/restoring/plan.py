@@ -18,7 +18,6 @@ from zckpt.restoring.matching import Match, match
 from zckpt.restoring.mismatch import summary, told
 from zckpt.state.inventory import MASTER, RESERVED_PARTS, WEIGHT_PARTS
 from zckpt.storage.schemes import open_store
-from zckpt.system.collector import paused_collector
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -108,7 +107,6 @@ class RestorePlan:
     warnings: Sequence[str]
 
 
-@paused_collector()
 def plan_restore(
     adapter: EngineAdapter, checkpoint: Checkpoint, request: Request, rank: int, size: int, registered: Collection[str]
 ) -> RestorePlan:
