@@ -257,10 +257,11 @@ def draw_many_ranks(result: dict[str, Any], file: Path) -> None:
         axes.set_title(title, fontsize=10, loc="left")
         axes.set_xscale("log", base=2)
         axes.set_xticks(ranks, [str(number) for number in ranks])
-        axes.set_yscale("log")
         axes.spines[["top", "right"]].set_visible(False)
-    for axes in panels[1]:
-        axes.set_xlabel("ranks")
+    for top, bottom in zip(*panels, strict=True):
+        top.set_yscale("log")
+        bottom.set_ylim(0)
+        bottom.set_xlabel("ranks")
     panels[0][0].legend(fontsize=8, frameon=False)
     save(figure, file)
 
