@@ -112,7 +112,7 @@ def page(results: dict[str, Any]) -> str:
             "",
             f"## {result['title']}",
             "",
-            f"`bench/{result['name']}.py`, {result['size_bytes'] / GIB:g} GiB{commit_of(result)}",
+            f"`bench/{result['name']}.py`{size_of(result)}{commit_of(result)}",
             "",
         ]
         if described(result["machine"]) != description:
@@ -146,6 +146,10 @@ def described(machine: dict[str, Any]) -> str:
         f"{machine['file_system']}, Linux {machine['kernel']}, Python {machine['python']}, "
         f"torch {machine['torch']}{gpu}."
     )
+
+
+def size_of(result: dict[str, Any]) -> str:
+    return f", {result['size_bytes'] / GIB:g} GiB" if result["size_bytes"] else ""
 
 
 def commit_of(result: dict[str, Any]) -> str:
