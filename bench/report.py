@@ -43,9 +43,9 @@ ORDER = (
     "small_tensors",
     "memory_over_time",
     "limits",
-    "thousand_ranks",
 )
 ON_A_GPU = ("load_to_gpu", "write_from_gpu")
+BY_ITSELF = ("thousand_ranks",)
 IN_PICTURE = ("write_vs_raw", "write_vs_deepspeed", "write_vs_peers", "restore_vs_deepspeed", "load_vs_peers")
 
 
@@ -53,7 +53,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--results", type=Path, default=ROOT / "bench" / "results")
     folder: Path = parser.parse_args().results
-    names = (*ORDER, *ON_A_GPU)
+    names = (*ORDER, *ON_A_GPU, *BY_ITSELF)
     results = {name: json.loads(file.read_text()) for name in names if (file := folder / f"{name}.json").exists()}
     draw_throughput([results[name] for name in IN_PICTURE if name in results], folder / "throughput.svg")
     if "memory_over_time" in results:
