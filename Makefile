@@ -20,6 +20,7 @@
 # make test-torch      runs the tests of `make test` with every version of torch in TORCHES (2.14.1 2.7.0)
 # make bench-gpu       compares loading to a GPU and writing from it with loaders that are made for this
 # make bench-index     measures the index at 1024 ranks, and the commands
+# make bench-ranks     measures 16 to 4096 ranks, as threads and as processes (half an hour, 12 GiB of memory)
 # make bench-coverage  compares DeepSpeed's own checkpoints, and DCP's, with zckpt in the same situations; writes to
 #                      bench/results
 #
@@ -69,7 +70,7 @@ export MAX_JOBS ?= 2
 # Most tests use one processor at a time, so as many run at once.
 PYTEST := $(PY) -m pytest --numprocesses $(MAX_JOBS) --dist worksteal
 
-.PHONY: help setup lint check test test-all test-crash test-cloud test-machines test-torchtitan test-gpu test-browser test-versions $(OLDER:%=test-%) test-pythons $(PYTHONS:%=test-%) test-with-this-python test-torch $(TORCHES:%=test-torch-%) test-with-this-torch demo bench bench-gpu bench-index bench-coverage fuzz docs clean
+.PHONY: help setup lint check test test-all test-crash test-cloud test-machines test-torchtitan test-gpu test-browser test-versions $(OLDER:%=test-%) test-pythons $(PYTHONS:%=test-%) test-with-this-python test-torch $(TORCHES:%=test-torch-%) test-with-this-torch demo bench bench-gpu bench-index bench-ranks bench-coverage fuzz docs clean
 
 # Prints the comment at the head of this file.
 help:
@@ -176,6 +177,10 @@ bench-index: $(SETUP)
 	@$(PY) bench/index_scale.py
 	@$(PY) bench/command_line.py
 	@$(PY) bench/commands_at_scale.py
+
+bench-ranks: $(SETUP) $(PLOTS)
+	@$(PY) bench/thousand_ranks.py --dir /dev/shm/zckpt-bench
+	@$(PY) bench/report.py
 
 bench-coverage: setup
 	@$(PY) bench/coverage.py --output bench/results

@@ -444,7 +444,7 @@ class Result:
 
 
 def machine(directory: Path) -> dict[str, Any]:
-    file_system = output_of("findmnt", "--noheadings", "--output", "FSTYPE", "--target", str(directory))
+    file_system = output_of("findmnt", "--first-only", "--noheadings", "--output", "FSTYPE", "--target", str(directory))
     return {
         "cpus": os.cpu_count(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),

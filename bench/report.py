@@ -43,9 +43,9 @@ ORDER = (
     "small_tensors",
     "memory_over_time",
     "limits",
-    "thousand_ranks",
 )
 ON_A_GPU = ("load_to_gpu", "write_from_gpu")
+BY_ITSELF = ("thousand_ranks",)
 IN_PICTURE = ("write_vs_raw", "write_vs_deepspeed", "write_vs_peers", "restore_vs_deepspeed", "load_vs_peers")
 
 
@@ -53,7 +53,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--results", type=Path, default=ROOT / "bench" / "results")
     folder: Path = parser.parse_args().results
-    names = (*ORDER, *ON_A_GPU)
+    names = (*ORDER, *ON_A_GPU, *BY_ITSELF)
     results = {name: json.loads(file.read_text()) for name in names if (file := folder / f"{name}.json").exists()}
     draw_throughput([results[name] for name in IN_PICTURE if name in results], folder / "throughput.svg")
     if "memory_over_time" in results:
@@ -112,7 +112,7 @@ def page(results: dict[str, Any]) -> str:
             "",
             f"## {result['title']}",
             "",
-            f"`bench/{result['name']}.py`, {result['size_bytes'] / GIB:g} GiB{commit_of(result)}",
+            f"`bench/{result['name']}.py`{size_of(result)}{commit_of(result)}",
             "",
         ]
         if described(result["machine"]) != description:
@@ -146,6 +146,10 @@ def described(machine: dict[str, Any]) -> str:
         f"{machine['file_system']}, Linux {machine['kernel']}, Python {machine['python']}, "
         f"torch {machine['torch']}{gpu}."
     )
+
+
+def size_of(result: dict[str, Any]) -> str:
+    return f", {result['size_bytes'] / GIB:g} GiB" if result["size_bytes"] else ""
 
 
 def commit_of(result: dict[str, Any]) -> str:
@@ -257,10 +261,11 @@ def draw_many_ranks(result: dict[str, Any], file: Path) -> None:
         axes.set_title(title, fontsize=10, loc="left")
         axes.set_xscale("log", base=2)
         axes.set_xticks(ranks, [str(number) for number in ranks])
-        axes.set_yscale("log")
         axes.spines[["top", "right"]].set_visible(False)
-    for axes in panels[1]:
-        axes.set_xlabel("ranks")
+    for top, bottom in zip(*panels, strict=True):
+        top.set_yscale("log")
+        bottom.set_ylim(0)
+        bottom.set_xlabel("ranks")
     panels[0][0].legend(fontsize=8, frameon=False)
     save(figure, file)
 

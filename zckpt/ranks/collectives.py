@@ -219,8 +219,9 @@ class Ranks:
             _unpack(packed)  # a result that cannot be sent is an error of this rank
             return packed
 
-        def decided(results: Mapping[int, bytes]) -> Answer:
-            return Answer(*decide([_unpack(results.get(rank, _NONE)) for rank in range(self.size)]))
+        def decided(results: dict[int, bytes]) -> Answer:
+            # The results of thousands of ranks may be large, so each is given up once it is unpacked.
+            return Answer(*decide([_unpack(results.pop(rank, _NONE)) for rank in range(self.size)]))
 
         group = self._group
         if group is None:
@@ -229,7 +230,7 @@ class Ranks:
             return self._run_step(group, run, decided, doing)
 
     def _run_step(
-        self, group: Group, action: Callable[[], bytes], decided: Callable[[Mapping[int, bytes]], Answer], doing: str
+        self, group: Group, action: Callable[[], bytes], decided: Callable[[dict[int, bytes]], Answer], doing: str
     ) -> Answer:
         """Runs the action of a step, and tells the other ranks. Returns the answer of rank 0."""
         error: BaseException | None = None
@@ -264,7 +265,7 @@ class Ranks:
         return answer
 
     def _decided(
-        self, report: StepReport, decided: Callable[[Mapping[int, bytes]], Answer]
+        self, report: StepReport, decided: Callable[[dict[int, bytes]], Answer]
     ) -> tuple[Answer, BaseException | None]:
         """Returns the answer to all ranks, on rank 0, and the error if ``decided`` has failed."""
         if report.failures or report.other:

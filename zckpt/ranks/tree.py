@@ -39,7 +39,7 @@ class StepReport(NamedTuple):
 
     step: str
     """What the rank does, in words. All ranks have to do the same."""
-    results: Mapping[int, bytes] = {}
+    results: dict[int, bytes] = {}  # noqa: RUF012  nobody changes the default
     """The result of each rank, packed. Ranks whose result is None are left out."""
     other: tuple[int, str] | None = None
     """A rank that does something else, and what it does."""
