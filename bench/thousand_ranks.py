@@ -74,6 +74,8 @@ THREADS = (16, 64, 256, 1024, 4096)
 PROCESSES = 64
 AT_ONCE = 512
 """How many of the threads write or read files at a time, because one process may have only so many files open."""
+MOST_FILES = 2048
+"""If there are more ranks, only masters are restored, because each rank keeps the files open that it reads."""
 PLAYED = (1024, 4096)
 PARAMETERS = 1000
 INDEX_BYTES = 25
@@ -219,6 +221,7 @@ def measure_threads(directory: str, ranks_text: str, all_losses: str) -> dict[st
 def write_and_restore(directory: str, size: int, calls: Calls) -> dict[str, Any]:
     ranks, path = ThreadRanks(size), f"{directory}/run/c"
     begun = threading.Barrier(size)
+    restored = None if size <= MOST_FILES else ["master"]
     walls: dict[str, float] = {}
     taken: dict[str, Any] = {}
     traffic: dict[str, list[dict[str, Any]]] = {}
@@ -249,9 +252,9 @@ def write_and_restore(directory: str, size: int, calls: Calls) -> dict[str, Any]
         phase("write", lambda: zckpt.write(engine, path, budget=ONE_THREAD))
         phase("open", lambda: zckpt.open(path)[f"master/{'vector'}"].pieces if rank in kinds(size).values() else None)
         other = ReferenceEngine(tiny_shapes(size), frozen=(), seed=1)
-        phase("restore", lambda: zckpt.restore(other, path, budget=ONE_THREAD))
-        for part_name, tensors in engine.tensors.items():
-            for name, tensor in tensors.items():
+        phase("restore", lambda: zckpt.restore(other, path, parts=restored, budget=ONE_THREAD))
+        for part_name in restored or engine.tensors:
+            for name, tensor in engine.tensors[part_name].items():
                 if not torch.equal(tensor, other.tensors[part_name][name]):
                     raise AssertionError(f"rank {rank}: {part_name}/{name} differs after the restore")
         return seconds

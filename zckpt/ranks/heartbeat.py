@@ -337,7 +337,9 @@ class Lives:
         parent is late, its first child that is present does."""
         if late[-1] > self._rank:
             return True
-        earlier = [rank for rank in children(late[0], len(self._members)) if rank < self._rank]
+        siblings = [rank for rank in children(late[0], len(self._members)) if rank < self._rank]
+        # A store waits for an entry that is not there yet, and no other thread could use it meanwhile.
+        earlier = [rank for rank in siblings if self._store.check([self._key(rank)])]
         return all(entry[0] != _INSIDE for entry in self._entries(earlier).values())
 
     def check(self) -> None:
