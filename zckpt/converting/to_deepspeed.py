@@ -103,6 +103,8 @@ def _write(
     budget: Budget | None,
     progress: Progress | None,
 ) -> tuple[str, tuple[str, ...]]:
+    """Writes the folder of a plan, whose files have names of these ``patterns``, and then the file of the name
+    ``latest``. The other arguments, the results and the errors are those of ``to_deepspeed``."""
     tag = f"global_step{checkpoint.step}" if tag is None else tag
     run = Location.of(destination).absolute()
     plan = ranks.together(make_plan, "plan the folder")
@@ -139,8 +141,8 @@ def _check_latest(run: Location) -> None:
 
 
 def _named(run: Location, latest: str) -> str:
-    """Returns what the file of the name ``latest`` names, or an empty text if there is none, or if it could not be one
-    of zckpt. Raises StorageError."""
+    """Returns what the file of the name ``latest`` names, or an empty text if there is no such file, or if zckpt could
+    not have written it. Raises StorageError."""
     with suppress(FormatError), closing(open_store(run).reader()) as reader:
         return names.decode_latest(reader.read(latest, 0, LATEST_BYTES_MAX + 1), latest)
     return ""

@@ -123,12 +123,14 @@ class UniversalPlan(FolderPlan):
     def _parameters(self) -> Iterator[tuple[str, _Parameter]]:
         """Yields the names that the trained parameters have in the engines that load the folder, and the parameters."""
         experts: dict[str, dict[int, str]] = {}
+        """For the name of an expert's parameter in the engine, the names in the checkpoint by the rank that has it."""
         for name in self._states:
             shape, own_names = self._shapes[name], self.setup.own_names.get(name) or [name]
             match, ranks = EXPERT.fullmatch(name), self._expert_ranks.get(name, 1)
             if match is not None and ranks > 1:
-                here = self._experts[match[1], match[3]] // ranks
-                experts.setdefault(f"{match[1]}{int(match[2]) % here}{match[3]}", {})[int(match[2]) // here] = name
+                of_each_rank, number = self._experts[match[1], match[3]] // ranks, int(match[2])
+                own = f"{match[1]}{number % of_each_rank}{match[3]}"
+                experts.setdefault(own, {})[number // of_each_rank] = name
                 continue
             for number, own in enumerate(own_names):
                 span, own_shape, about = all_of(shape), shape, self._cut(name)

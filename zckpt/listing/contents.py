@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 
 KEPT_PIECES = 1 << 22
-"""How many pieces the chunks of the index have at most that ``Contents`` keeps in memory. They take 224 MiB."""
+"""The most pieces of the index that ``Contents`` keeps in memory. They take 224 MiB."""
 LISTED_PIECES = 1 << 18
 """About how many pieces ``Contents.stored_each`` lists at a time. They take 12 MiB."""
 RANK_PIECES = 1 << 17
@@ -448,8 +448,8 @@ class Contents(Mapping[str, TensorInfo]):
 
     def stored_each(self, infos: Sequence[TensorInfo], copies: Sequence[int | None]) -> Iterator[StoredPieces]:
         """Yields for each tensor what ``stored`` returns for it alone. It looks at as many tensors at a time as have
-        ``LISTED_PIECES`` pieces: this is far quicker than to look at each one, and the pieces of all tensors are never
-        in memory."""
+        ``LISTED_PIECES`` pieces if each rank has one of each: this is far quicker than to look at each tensor, and the
+        pieces of all tensors are never in memory."""
         for group, stored in self._stored_together(infos, copies):
             yield from stored.split(len(infos[group]))
 

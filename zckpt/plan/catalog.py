@@ -41,9 +41,10 @@ Tensor = tuple[str, tuple[int, ...], str, "Sections"]
 
 @dataclass(frozen=True, slots=True)
 class PieceColumns(Spans):
-    """The pieces of a file. ``tensor`` is a position in ``RankRecord.tensors``. The other columns are those of
-    ``Fragment`` and ``DataFilePlan.pieces``. Files whose columns are equal, such as those of the master weights and of
-    the moments, share one object."""
+    """The pieces of a file, as columns. ``tensor`` is a position in ``RankRecord.tensors``. ``start``, ``stop`` and
+    ``copy`` are those of the fragment and its span. ``offset`` and ``block`` are ``start`` and ``block`` of
+    ``DataFilePlan.pieces``. Files whose columns are equal, such as those of the master weights and of the moments,
+    share one object."""
 
     copy: Ints
     offset: Ints
@@ -219,8 +220,8 @@ def _chunks(
     part: str, files: Sequence[_FilePieces], rows: tuple[Ints, Ints], tensors: Sequence[Tensor], name_of: Ints
 ) -> Iterator[Layout]:
     """Yields the layout of one part, chunk by chunk. Only the pieces of one chunk are put together at a time, because
-    all pieces of thousands of ranks would take much memory. ``rows``: what ``_rows_of_part`` has returned. The other
-    arguments and the errors are those of ``_rows``."""
+    all pieces of thousands of ranks would take much memory. ``files``: the pieces of all files of the part. ``rows``:
+    what ``_rows_of_part`` has returned. The other arguments and the errors are those of ``_rows``."""
     row_tensor, count = rows
     first_names = name_of[row_tensor[[of_chunk.start for of_chunk in index_format.chunk_rows(count)]]]
     placed: list[tuple[_FilePieces, Ints | None, list[int]]] = []
@@ -251,12 +252,12 @@ def _pieces_of_chunk(
 
 
 def _rows(part: str, columns: Sequence[Ints], tensors: Sequence[Tensor], name_of: Ints) -> Layout:
-    """Returns the rows of some tensors of one part.
+    """Returns the rows of one chunk of a part.
 
-    ``columns`` are int64 arrays with an entry for each piece: tensor, start, stop, copy, offset, block, rank, tier. The
-    pieces are in the order of their names, copies and starts. ``name_of`` has the name id of each tensor. Raises
-    RankError if ranks disagree about a tensor, and FormatError (I005) if the pieces of all ranks do not make up whole
-    tensors.
+    ``columns`` are int64 arrays with an entry for each piece of the chunk: tensor, start, stop, copy, offset, block,
+    rank, tier. The pieces are in the order of their names, copies and starts. ``tensors`` are all tensors, and
+    ``name_of`` has the name id of each of them. Raises RankError if ranks disagree about a tensor, and FormatError
+    (I005) if the pieces of all ranks do not make up whole tensors.
     """
     tensor, start, stop, copy, offset, block, rank, tier = columns
     name = name_of[tensor]

@@ -91,7 +91,8 @@ class Ranks:
 
     @property
     def job_is_over(self) -> bool:
-        """Whether the training has destroyed its process groups."""
+        """Whether the training has destroyed its process groups since this object was made, or has made its first
+        ones."""
         return job() is not None if self._job is None else self._job.is_over
 
     @property

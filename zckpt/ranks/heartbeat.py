@@ -191,11 +191,15 @@ class Lives:
         """Counts the ranks that have heard which rank is gone."""
         self._watched = neighbors(rank, len(members))
         self._beats = 0
+        """How many periods the thread of this object has run. It shows the others that the process is alive."""
         self._waits = False
+        """Whether this rank waits for other ranks."""
         self._said = False
         """Whether late ranks were found in this wait already. There is only one message about them."""
         self._waits_since = 0.0
+        """When this wait began."""
         self._call = ""
+        """The function of zckpt that all ranks have to call."""
         self._heard: dict[int, tuple[str, float]] = {}
         """The last number of steps of each rank that is watched, and when it was first seen."""
         self._looked = 0.0
@@ -203,13 +207,17 @@ class Lives:
         self._store_gone: float | None = None
         """When the store could not be used any more."""
         self._verdict: tuple[int, str] | None = None
+        """The rank that is gone, and why, as soon as this rank knows of it."""
         self._doing: str | None = None
         """What this rank is doing, or None outside of a call of zckpt."""
         self._here = False
         """Whether this rank's entry in the store says that it is inside a call of zckpt."""
         self._lock = threading.Lock()
+        """Held while the entry of this rank is written."""
         self._told = False
+        """Whether this rank was counted under ``_heard_key``."""
         self._telling = threading.Lock()
+        """Held while it is counted."""
         with _using_the_store():
             self._show()
             self._await_neighbors()
@@ -290,8 +298,8 @@ class Lives:
                 self._wait_until_heard()
 
     def _wait_until_heard(self) -> None:
-        """Waits until all other ranks have heard which rank is gone, but no longer than ``LOST_PERIODS``. The process
-        of rank 0 may have the store, from which they hear it, and may end at once after its error."""
+        """Waits until all other ranks have heard which rank is gone, but no longer than ``LOST_PERIODS`` periods. The
+        process of rank 0 may have the store, from which they hear it, and may end at once after its error."""
         give_up = time.monotonic() + LOST_PERIODS * self.period
         while self._store.add(self._heard_key, 0) < len(self._members) - 1 and time.monotonic() < give_up:
             time.sleep(self.period / 20)

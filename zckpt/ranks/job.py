@@ -107,7 +107,7 @@ def in_job(entered: Job) -> Iterator[None]:
 
 
 def jobs() -> list[Job]:
-    """Returns the jobs of ``torch.distributed`` that this process has groups of."""
+    """Returns the job of ``torch.distributed`` of this process, and those before it of which it still has groups."""
     return list(_made)
 
 

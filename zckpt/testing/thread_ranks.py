@@ -6,9 +6,10 @@ replaced, by what ``zckpt.ranks.job.Job`` asks for:
     def save(rank: int) -> str:
         return zckpt.write(ReferenceEngine(), "checkpoints/a", budget=ONE_THREAD)
 
-    paths = ThreadRanks(1024).run(save)
+    paths = [outcome.value for outcome in ThreadRanks(1024).run(save)]
 
-The state of a process is shared by all of them: environment variables, the default generators, signal handlers.
+The state of a process is shared by all of them: environment variables, the default generators, signal handlers, and
+the number of steps that a rank shows as its sign of life. So a rank that dies is noticed, and one that hangs is not.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ if TYPE_CHECKING:
     import torch
 
 STACK_BYTES = 512 << 10
-"""The size of the stack of each thread. The default of 8 MiB is more than the address space has for many threads."""
+"""The size of the stack of each thread. With the default of 8 MiB, thousands of threads would reserve tens of GiB of
+the address space, which not every system allows."""
 SWITCH_SECONDS = 0.5
 """How often a thread that waits for the interpreter asks for it. Python's default of 5 ms would have thousands of
 threads do little else."""
@@ -62,7 +64,7 @@ class Traffic:
     received_messages: int = 0
     received_bytes: int = 0
     connections: int = 0
-    """How many other ranks it was connected with at the end."""
+    """How many connections to other ranks it has made."""
     store_calls: Counter[str] = field(default_factory=Counter)
 
 
@@ -77,7 +79,9 @@ class ThreadRanks:
         self.values: dict[str, bytes] = {}
         """What is in the store."""
         self.adding = threading.Lock()
+        """Held while a value of the store is counted up."""
         self.dead: set[int] = set()
+        """The ranks that have died."""
         self._alive = threading.Semaphore(0)
         """Is released by each rank that ends or dies."""
         self._over = threading.Event()

@@ -57,7 +57,8 @@ class Machines:
         checked = list(range(len(hosts)))
         for machine in self.all:
             ranks = sorted(machine.ranks, key=lambda rank: (hosts[rank], rank))
-            # No host has more ranks than this. So from any rank, this many ranks further on, another host has begun.
+            # No host has more ranks than this. So from any rank, this many ranks further on, another host has begun,
+            # unless one host has more than half of the ranks. Then some of its ranks check each other's files.
             step = max(Counter(hosts[rank] for rank in ranks).values()) % len(ranks) or 1
             for number, rank in enumerate(ranks):
                 checked[rank] = ranks[(number + step) % len(ranks)]

@@ -96,6 +96,7 @@ class Agreed(NamedTuple):
     run_id: str
     """The identity of the run that the checkpoint belongs to."""
     client_states_differ: bool
+    """Whether a rank has another client_state than rank 0."""
     scalars_differ: bool
     """Whether the ranks differ in the values that the optimizer keeps once for all ranks."""
     buffers: Mapping[str, tuple[int, bytes]]
