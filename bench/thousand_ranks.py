@@ -441,7 +441,7 @@ class Player(Job):
     is_over = False
 
     def __init__(self, size: int, records: list[tuple[bytes, int]]) -> None:
-        super().__init__(self)
+        super().__init__()
         self.size = size
         self.seconds = 0.0
         """The processor time that the player has taken itself."""

@@ -107,7 +107,7 @@ def can_save(state: TrainState, framework: str) -> bool:
         return ""
 
     ranks = Ranks(group_of(state), call=framework)
-    reason = next(filter(None, ranks.share(why_not, "look at the model")), "")
+    reason = ranks.decide(why_not, lambda reasons: next(filter(None, reasons), ""), "look at the model")
     if reason and ranks.rank == 0:
         leave_to(framework, reason)
     return not reason
@@ -197,7 +197,7 @@ def load_model(
             return None
         return [*checkpoint.parts], checkpoint.step
 
-    there = next((one for one in ranks.share(look, "look for the checkpoint") if one is not None), None)
+    there = ranks.decide(look, lambda found: next(filter(None, found), None), "look for the checkpoint")
     if there is None:
         return None
     parts, step = there

@@ -228,7 +228,7 @@ def write_engine(
     with ranks.undivided():
         agreed, own = ranks.decide_each(prepare, prepared.agree, "prepare the write")
         prepared.find_machines(agreed, ranks)
-        _, described = ranks.decide_each(lambda: prepared.plan(agreed, own), prepared.describe, "plan the write")
+        _, assigned = ranks.decide_each(lambda: prepared.plan(agreed, own), prepared.describe, "plan the write")
         # The ranks have agreed by now on whether they write in the background.
         writing_ranks = Ranks(group, channel=BACKGROUND, call=call) if options.background else ranks
         if options.copy_to is not None:
@@ -240,7 +240,7 @@ def write_engine(
             if options.background:
                 pending = PendingWrite(prepared.target, finish, writing_ranks)
             queue.expect(upload)
-            return prepared.begin(described)
+            return prepared.begin(assigned)
 
         try:
             spaces = ranks.decide_each(begin, prepared.of_leaders, "begin the write")

@@ -575,8 +575,8 @@ def _check_index_size(m: Manifest, *, many_pieces: bool) -> None:
     the memory that the index takes is bounded before anything of it is read."""
     chunks, pieces = _index_size(m)
     if many_pieces != _has_many_pieces(chunks, pieces):
-        needs = f"needs {PIECES}" if many_pieces else f"does not need {PIECES}"
-        raise broken("M013", f"it {needs}, with {chunks} chunks and {pieces} pieces", file=names.MANIFEST)
+        problem = f"do not need the feature {PIECES}" if many_pieces else f"need the feature {PIECES}"
+        raise broken("M013", f"{chunks} chunks and {pieces} pieces {problem}", file=names.MANIFEST)
     if chunks > MANY_CHUNKS_MAX or pieces > MANY_PIECES_MAX:
         raise broken("M013", f"{chunks} chunks, {pieces} pieces", file=names.MANIFEST)
     stored = sum(chunk.pieces for chunk in m.chunks)

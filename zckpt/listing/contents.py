@@ -164,6 +164,7 @@ class Contents(Mapping[str, TensorInfo]):
         self._layouts: dict[int, Layout] = {}
         """The chunks that were asked for last, the oldest first."""
         self._kept_pieces = 0
+        self._keeping = threading.Lock()
         """How many pieces these chunks have."""
         self._tables: dict[int, memoryview] = {}
         self._reading: dict[int, threading.Lock] = {}
@@ -319,10 +320,13 @@ class Contents(Mapping[str, TensorInfo]):
             chunk = self.manifest.chunks[number]
             raw = self.reader.read(names.index_path(self.manifest.save_id), chunk.offset, chunk.nbytes)
             layout = index_format.decode(raw, chunk, self.manifest)
-            while self._layouts and self._kept_pieces + chunk.pieces > KEPT_PIECES:
-                self._kept_pieces -= len(self._layouts.pop(next(iter(self._layouts))).length)
-            self._layouts[number] = layout
-            self._kept_pieces += chunk.pieces
+            with self._keeping:
+                if number in self._layouts:  # Another thread was quicker.
+                    return layout
+                while self._layouts and self._kept_pieces + chunk.pieces > KEPT_PIECES:
+                    self._kept_pieces -= len(self._layouts.pop(next(iter(self._layouts))).length)
+                self._layouts[number] = layout
+                self._kept_pieces += chunk.pieces
         return layout
 
     def piece_infos(self, info: TensorInfo) -> tuple[PieceInfo, ...]:

@@ -405,8 +405,9 @@ class Lives:
             self._count_as_told()
 
     def _count_as_told(self) -> None:
-        """Counts this rank, once, among those that know from the store which rank is gone."""
+        """Counts this rank, once, among those that know from the store which other rank is gone."""
+        assert self._verdict is not None, "a rank is gone"
         with self._telling:
-            if not self._told:
+            if not self._told and self._verdict[0] != self._rank:
                 self._store.add(self._heard_key, 1)
                 self._told = True

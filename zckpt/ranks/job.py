@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from abc import ABC, abstractmethod
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -17,18 +18,57 @@ if TYPE_CHECKING:
     from zckpt.ranks.groups import Group
 
 
-class Job:
-    """The job of ``torch.distributed``, as one of its ranks sees it: what ``Ranks`` needs to send messages.
+class Job(ABC):
+    """A job as one of its ranks sees it: what ``Ranks`` needs to send messages.
 
-    Ranks that reach each other in another way have a class that derives from this one, such as that of
+    Ranks that do not reach each other by ``torch.distributed`` have a class that derives from this one, such as that of
     ``zckpt.testing.thread_ranks``. The thread of such a rank enters its job by ``in_job``.
     """
 
-    def __init__(self, world: Any) -> None:
-        """``world`` is the default process group."""
-        self._world = world
+    def __init__(self) -> None:
         self.groups: dict[tuple[tuple[int, ...], str], Group] = {}
         """The groups that this rank has made, by the ranks in them and by their channels."""
+
+    @property
+    @abstractmethod
+    def is_over(self) -> bool:
+        """Whether the ranks cannot reach each other any more."""
+
+    @property
+    @abstractmethod
+    def rank(self) -> int:
+        """The number of this rank in the job."""
+
+    @abstractmethod
+    def members(self, group: Any) -> tuple[int, ...]:
+        """Returns the ranks of a process group, by their numbers in the job. None stands for all ranks."""
+
+    @property
+    @abstractmethod
+    def store(self) -> Store:
+        """A key-value store that all ranks use. The methods that are called have to do what those of a store of
+        ``torch.distributed`` do: ``set``, ``get``, ``add``, ``check``, ``delete_key``, ``has_extended_api`` and
+        ``multi_get``. They raise RuntimeError once the store is gone."""
+
+    @abstractmethod
+    def connect(self, name: str, number: int, size: int, timeout: timedelta, closed: threading.Event) -> Any:
+        """Returns a group of ranks that are connected with each other. All of them call this at the same time, with the
+        same ``name``. This rank has the given ``number`` among them. The call ends with an error soon after ``closed``
+        is set, or if a connection to another rank that has called it takes longer than ``timeout``.
+
+        The methods of the group that are called have to do what those of ``ProcessGroupGloo`` do: ``rank``, ``size``,
+        ``gather`` and ``scatter`` with rank 0 as the root, and ``alltoall_base``. An operation raises RuntimeError if
+        the connection to a rank is lost that it needs.
+        """
+
+
+class TorchJob(Job):
+    """The job of ``torch.distributed``."""
+
+    def __init__(self, world: Any) -> None:
+        """``world`` is the default process group."""
+        super().__init__()
+        self.world = world
 
     @property
     def is_over(self) -> bool:
@@ -37,41 +77,28 @@ class Job:
 
     @property
     def rank(self) -> int:
-        """The number of this rank in the job."""
         import torch.distributed as dist
 
         return dist.get_rank()
 
     def members(self, group: Any) -> tuple[int, ...]:
-        """Returns the ranks of a process group, by their numbers in the job. None stands for all ranks."""
         import torch.distributed as dist
 
         return tuple(range(dist.get_world_size()) if group is None else dist.get_process_group_ranks(group))
 
     @property
     def store(self) -> Store:
-        """A key-value store that all ranks use. The methods that are called have to do what those of a store of
-        ``torch.distributed`` do: ``set``, ``get``, ``add``, ``check``, ``delete_key``, ``has_extended_api`` and
-        ``multi_get``. They raise RuntimeError once the store is gone."""
         import torch.distributed as dist
 
         return dist.distributed_c10d._get_default_store()
 
     def connect(self, name: str, number: int, size: int, timeout: timedelta, closed: threading.Event) -> Any:
-        """Returns a group of ranks that are connected with each other. All of them call this at the same time, with the
-        same ``name``. This rank has the given ``number`` among them. The call ends with an error after ``timeout``, or
-        soon after ``closed`` is set.
-
-        The methods of the group that are called have to do what those of ``ProcessGroupGloo`` do: ``rank``, ``size``,
-        ``gather`` and ``scatter`` with rank 0 as the root, and ``alltoall_base``. An operation raises RuntimeError if
-        the connection to a rank is lost that it needs.
-        """
         from zckpt.ranks.gloo import connect
 
         return connect(self.store, name, number, size, timeout, closed)
 
 
-_made: list[Job] = []
+_made: list[TorchJob] = []
 """The job of this process, and before it those that are over and still have groups."""
 _making = threading.Lock()
 _of_thread = threading.local()
@@ -91,8 +118,8 @@ def job() -> Job | None:
     if world is None:
         return None
     with _making:
-        if not _made or _made[-1]._world is not world:
-            _made[:] = [*(earlier for earlier in _made if earlier.groups), Job(world)]
+        if not _made or _made[-1].world is not world:
+            _made[:] = [*(earlier for earlier in _made if earlier.groups), TorchJob(world)]
         return _made[-1]
 
 

@@ -57,9 +57,7 @@ class LastStep:
 
     def _begin(self, name: str) -> None:
         store = dist.distributed_c10d._get_default_store()
-        # While a thread waits on a store, no other thread can use it.
-        own_store = store.clone() if hasattr(store, "clone") else store
-        self._store = dist.distributed_c10d.PrefixStore(f"zckpt/{name}/last_step", own_store)
+        self._store = dist.distributed_c10d.PrefixStore(f"zckpt/{name}/last_step", store)
         self._watcher.start()
 
     def ask(self, reason: int) -> None:

@@ -151,7 +151,7 @@ class _ThreadJob(Job):
     is_over = False
 
     def __init__(self, ranks: ThreadRanks, rank: int) -> None:
-        super().__init__(ranks)
+        super().__init__()
         self._ranks, self._rank = ranks, rank
         self._store: Any = _Values(ranks, rank)
 

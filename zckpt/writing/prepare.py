@@ -132,13 +132,13 @@ class Planned(NamedTuple):
     key of the set is the digest of its layout."""
 
 
-class Described(NamedTuple):
+class Assigned(NamedTuple):
     """What rank 0 tells one rank before it writes."""
 
     to_check: Sequence[tuple[str, int]]
     """The data files of another rank, which this rank checks before the commit: their paths and their lengths in
     bytes."""
-    described: Sequence[bytes] = ()
+    manifest_and_index: Sequence[bytes] = ()
     """The manifest without digests, and the index. Only the leaders of machines other than rank 0 get this and
     ``needed_bytes``."""
     needed_bytes: int = 0
@@ -358,7 +358,7 @@ class Preparation:
         return results[first.ranks[0]], {rank: results[other.ranks[0]] for other in others for rank in other.ranks}
 
     @paused_collector()
-    def describe(self, plans_of_ranks: Sequence[Planned]) -> tuple[None, dict[int, Described]]:
+    def describe(self, plans_of_ranks: Sequence[Planned]) -> tuple[None, dict[int, Assigned]]:
         """On rank 0, makes and checks the manifest and the index. Returns what each rank gets. Raises StateError if the
         optimizers of the ranks differ in a value that is kept once, or replicas in their values."""
         plans = [Planned(*values) for values in plans_of_ranks]
@@ -378,27 +378,27 @@ class Preparation:
         records = catalog.unpack(of_rank.rank_record for of_rank in plans)
         self.write.describe(records)
         checked = self._machines.checked_by(self._hosts)
-        described = {rank: Described(records[other].paths(self.write.save_id)) for rank, other in enumerate(checked)}
+        assigned = {rank: Assigned(records[other].paths(self.write.save_id)) for rank, other in enumerate(checked)}
         for leader, *others in (machine.ranks for machine in self._machines.all):
             data_bytes = sum(plans[rank].data_bytes - plans[rank].shared_bytes for rank in (leader, *others))
             needed_bytes = data_bytes + sum(map(len, self.write.described))
             if leader == self._rank:
                 self.write.needed_bytes = needed_bytes
             else:
-                described[leader] = Described(described[leader].to_check, self.write.described, needed_bytes)
-        return None, described
+                assigned[leader] = Assigned(assigned[leader].to_check, self.write.described, needed_bytes)
+        return None, assigned
 
-    def begin(self, described_fields: Sequence[Any] | None) -> Space | None:
+    def begin(self, assigned: Sequence[Any] | None) -> Space | None:
         """On the leader of each machine, takes the lock, and makes the directory of the data. Gets what ``describe``
         has returned for this rank. Returns the space in bytes that the machine needs and that is free, on leaders
         only."""
-        assert described_fields is not None, "rank 0 tells every rank what to check"
-        self._described = described = Described(*described_fields)
+        assert assigned is not None, "rank 0 tells every rank what to check"
+        self._assigned = own = Assigned(*assigned)
         note_write(self._engine, self._run_id)
         if not self._machines.leads(self._rank):
             return None
-        if described.described:
-            (manifest, index), self.write.needed_bytes = described.described, described.needed_bytes
+        if own.manifest_and_index:
+            (manifest, index), self.write.needed_bytes = own.manifest_and_index, own.needed_bytes
             self.write.described = manifest, index
             self._lock = WriteLock(self._store, save_id=self.write.save_id)
         refuse_place(self._store, self.run, latest=self.options.latest)
@@ -441,7 +441,7 @@ class Preparation:
 
     def check_files(self) -> None:
         """Checks the files of another rank, as ``RankWrite.check_files`` does."""
-        self.write.check_files(self._described.to_check)
+        self.write.check_files(self._assigned.to_check)
 
     def prepare_commit(self, digests: Sequence[bytes] | None) -> None:
         """On each leader, which has the digests of all ranks, does what ``RankWrite.prepare_commit`` does."""
