@@ -269,7 +269,7 @@ class Contents(Mapping[str, TensorInfo]):
 
     def find(self, part: str, name: str) -> TensorInfo | None:
         """Returns the tensor of this part and name, or None. The name must not be an alias of a tied weight."""
-        part_id, name_id = self.manifest.part_ids.get(part), self.manifest.name_ids.get(name)
+        part_id, name_id = self.manifest.part_ids.get(part), self.manifest.name_id(name)
         if part_id is None or name_id is None:
             return None
         ids = self.manifest.parts[part_id].name_ids
