@@ -194,6 +194,13 @@ class Contents(Mapping[str, TensorInfo]):
                 for name in part.name_ids:
                     yield f"{part.name}/{self.manifest.names[name]}"
 
+    def of_part(self, part: str) -> Iterator[TensorInfo]:
+        """Yields the tensors of a part, of which there are none if the checkpoint does not have it. It looks for no
+        name, which takes most of the time that it takes to find a key."""
+        part_id = self.manifest.part_ids.get(part)
+        if part_id is not None:
+            yield from (self._info(part_id, row) for row in range(len(self.manifest.parts[part_id].name_ids)))
+
     def __len__(self) -> int:
         return sum(len(part.name_ids) for part in self.manifest.parts if part.name != STATE)
 
