@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from zckpt.format import names, packed
 from zckpt.format.limits import CONTAINERS_MAX, TENSOR_BYTES_MAX
@@ -10,6 +13,8 @@ from zckpt.format.rules import broken
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from zckpt.geometry import Ints
 
 
 def unpack_map(raw: bytes) -> dict[Any, Any]:
@@ -72,17 +77,26 @@ class Fields:
 
     def integers(self, name: str) -> list[int]:
         """Returns an array of integers of 0 to ``TENSOR_BYTES_MAX``."""
+        self.column(name)
+        return self.array(name)
+
+    def column(self, name: str) -> Ints:
+        """Returns what ``integers`` returns, as a column."""
         values = self.array(name)
-        sizes = {*map(type, values)} <= {int}
-        if not (sizes and 0 <= min(values, default=0) <= max(values, default=0) <= TENSOR_BYTES_MAX):
-            raise broken("M005", f"field {name!r} holds something else than sizes", file=names.MANIFEST)
-        return values
+        if {*map(type, values)} <= {int}:
+            with suppress(OverflowError):
+                column = np.fromiter(values, np.int64, len(values))
+                if column.min(initial=0) >= 0 and column.max(initial=0) <= TENSOR_BYTES_MAX:
+                    return column
+        raise broken("M005", f"field {name!r} holds something else than sizes", file=names.MANIFEST)
 
     def strings(self, name: str) -> list[str]:
         """Returns an array of strings."""
         values = self.array(name)
-        if not {*map(type, values)} <= {str}:
-            raise broken("M005", f"field {name!r} holds something else than strings", file=names.MANIFEST)
+        try:
+            "".join(values)  # This takes a third of the time of looking at the type of each item.
+        except TypeError:
+            raise broken("M005", f"field {name!r} holds something else than strings", file=names.MANIFEST) from None
         return values
 
     def string_map(self, name: str) -> dict[str, str]:

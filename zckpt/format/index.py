@@ -218,7 +218,7 @@ def _check(layout: Layout, part_id: int, part: Part, where: _Where) -> None:
     if not (layout.count.min() >= 1 and layout.count.sum() == chunk.pieces):
         raise where.broken("I004", f"the rows have {layout.count.sum()} pieces, the chunk {chunk.pieces}")
     numel = manifest.numel(part_id)[rows]
-    item = np.array([ITEM_BYTES[dtype] for dtype in part.dtypes[rows]], np.int64)
+    item = np.fromiter(map(ITEM_BYTES.__getitem__, part.dtypes[rows]), np.int64, chunk.rows)
     _check_copies(layout, numel, part, where)
     copies = np.where(numel > 0, np.add.reduceat(layout.length, layout.first) // np.maximum(numel, 1), layout.count)
     if copies.max() > manifest.world_size:

@@ -9,6 +9,8 @@ import re
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from zckpt.format.limits import LATEST_BYTES_MAX, NAME_BYTES_MAX
 from zckpt.format.rules import broken
 from zckpt.geometry import all_of
@@ -54,7 +56,6 @@ _OLD = re.compile(r"\.[0-9a-f]{8}\.old", re.ASCII)
 _RANK = re.compile(r"rank-([0-9]{5,7})", re.ASCII)
 _PIECE = re.compile(r"(?s)(.*)@([0-9]{1,19}):([0-9]{1,19})", re.ASCII)
 _RANGE_SUFFIX = re.compile(r"@[0-9]+:[0-9]+\Z", re.ASCII)
-_ASCII_CONTROL = bytes([*range(0x20), 0x7F])
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 
@@ -95,13 +96,12 @@ def check_tensor_name(name: object, *, file: str | None = None) -> None:
 def check_tensor_names(tensor_names: Sequence[str], *, file: str | None = None) -> None:
     """Does what ``check_tensor_name`` does for each of ``tensor_names``. Of most checkpoints, all names together show
     at once that none breaks a rule, which takes a twentieth of the time."""
-    if {*map(type, tensor_names)} <= {str}:
-        joined = "".join(tensor_names)
-        is_plain = joined.isascii() and len(joined.encode().translate(None, _ASCII_CONTROL)) == len(joined)
-        if is_plain and FILLER_PREFIX not in joined and METADATA not in joined:
-            lengths = {*map(len, tensor_names)}
-            if min(lengths, default=1) >= 1 and max(lengths, default=1) <= NAME_BYTES_MAX:
-                return
+    joined = "".join(tensor_names)
+    if joined.isascii() and not any(part in joined for part in (FILLER_PREFIX, METADATA, "\x7f")):
+        lengths = {*map(len, tensor_names)}
+        is_printable = np.frombuffer(joined.encode(), np.uint8).min(initial=0xFF) >= ord(" ")
+        if is_printable and min(lengths, default=1) >= 1 and max(lengths, default=1) <= NAME_BYTES_MAX:
+            return
     for name in tensor_names:
         check_tensor_name(name, file=file)
 

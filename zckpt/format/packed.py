@@ -16,7 +16,7 @@ ERRORS = (ValueError, TypeError, msgpack.UnpackException)
 """The errors that ``unpack`` raises for bytes that are not one msgpack value."""
 
 
-def _reader(raw: bytes) -> Any:
+def _reader(raw: bytes | memoryview) -> Any:
     reader = msgpack.Unpacker(max_buffer_size=max(len(raw), 1))
     reader.feed(raw)
     return reader
@@ -34,7 +34,7 @@ def _check_whole(raw: bytes) -> None:
         raise ValueError("bytes follow the value")
 
 
-def items(raw: bytes) -> Iterator[bytes]:
+def items(raw: memoryview) -> Iterator[memoryview]:
     """Yields the items of a packed array, each of them still packed.
 
     It looks at the bytes behind an item only when the next item is asked for. It raises ERRORS for bytes that are not

@@ -195,6 +195,13 @@ class Contents(Mapping[str, TensorInfo]):
                 for name in part.name_ids:
                     yield f"{part.name}/{self.manifest.names[name]}"
 
+    def of_part(self, part: str) -> Iterator[TensorInfo]:
+        """Yields the tensors of a part, of which there are none if the checkpoint does not have it. It looks for no
+        name, which takes most of the time that it takes to find a key."""
+        part_id = self.manifest.part_ids.get(part)
+        if part_id is not None:
+            yield from (self._info(part_id, row) for row in range(len(self.manifest.parts[part_id].name_ids)))
+
     def __len__(self) -> int:
         return sum(len(part.name_ids) for part in self.manifest.parts if part.name != STATE)
 
@@ -270,7 +277,7 @@ class Contents(Mapping[str, TensorInfo]):
 
     def find(self, part: str, name: str) -> TensorInfo | None:
         """Returns the tensor of this part and name, or None. The name must not be an alias of a tied weight."""
-        part_id, name_id = self.manifest.part_ids.get(part), self.manifest.name_ids.get(name)
+        part_id, name_id = self.manifest.part_ids.get(part), self.manifest.name_id(name)
         if part_id is None or name_id is None:
             return None
         ids = self.manifest.parts[part_id].name_ids

@@ -423,7 +423,7 @@ class Checkpoint(Mapping[str, TensorInfo]):
         """
         infos: dict[str, TensorInfo] = {}
         for part in (BUFFER, PARAM, MASTER):
-            infos |= {info.name: info for info in self.values() if info.part == part}
+            infos |= {info.name: info for info in self.contents.of_part(part)}
         return infos
 
     @paused_collector()
