@@ -281,12 +281,12 @@ def failure(action: Callable[[], object]) -> tuple[str, str, int | None]:
 
 
 def damaging(damage: Callable[[Path], object]) -> Callable[..., bytes]:
-    """Returns a function that writes the files of a rank, and then damages one of them."""
+    """Returns a function that writes the files of a rank, and then calls ``damage`` with their directory."""
     write = RankWrite.write_data_files
 
     def write_and_damage(rank_write: RankWrite, *args: Any) -> bytes:
         table_digest = write(rank_write, *args)
-        damage(Path(str(rank_write.store.location)) / rank_write.data_files[0].id.path)
+        damage(Path(str(rank_write.store.location), rank_write.data_files[0].id.path).parent)
         return table_digest
 
     return write_and_damage
@@ -318,7 +318,11 @@ def fail_to_write(directory: str) -> dict[str, Any]:
         broken.start()
     attempt("one rank", f"{directory}/c")
     mock.patch.stopall()
-    for name, damage in (("cut off", lambda file: os.truncate(file, 4097)), ("removed", os.remove)):
+    for name, damage in (
+        ("cut off", lambda files: os.truncate(files / "master.safetensors", 4097)),
+        ("table cut off", lambda files: os.truncate(files / "digests.bin", 17)),
+        ("removed", lambda files: os.remove(files / "master.safetensors")),
+    ):
         with mock.patch.object(RankWrite, "write_data_files", damaging(damage)) if rank == 0 else nullcontext():
             attempt(name, f"{directory}/c")
     losses = train(engine, 1, 1)
@@ -350,6 +354,7 @@ def failed_writes(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) ->
         ("part", ("ValueError", "ValueError"), "no part exp_abs; it has master, exp_avg, exp_avg_sq", None, []),
         ("one rank", ("RankError", "OSError"), "the disk is on fire", 1, []),
         ("cut off", ("RankError", "RankError"), "bytes were written, rank 1 sees 4097", 1, []),
+        ("table cut off", ("RankError", "RankError"), "bytes were written, rank 1 sees 17", 1, []),
         ("removed", ("RankError", "MissingFileError"), "rank 1 failed to check the files", 1, []),
         ("exists", ("CheckpointExistsError", "RankError"), "already a checkpoint", 0, ["c"]),
         ("overwrite", ("RankError", "OSError"), "rank 1 failed to write: OSError", 1, ["c"]),

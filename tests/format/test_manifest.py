@@ -294,7 +294,7 @@ def test_the_feature_pieces_raises_the_limits_and_bounds_the_pieces_by_the_lengt
     decode(with_chunk(most, 1 << 20, []))
     assert rule_of(with_chunk(most, 1 << 20, ["pieces"])) == "M013"  # it does not need the feature
     for pieces in (most + 1, 1 << 28, (1 << 32) // parts):
-        fewest_bytes = -(-pieces // 256)
+        fewest_bytes = -(-pieces * parts // 1024)
         assert rule_of(with_chunk(pieces, fewest_bytes, [])) == "M013"
         sound = with_chunk(pieces, fewest_bytes, ["pieces"])
         assert body_of(manifest_format.encode(decode(sound)))["requires"] == ["pieces"]

@@ -44,7 +44,7 @@ LIMITS: dict[str, int | tuple[int, int]] = {
     "pieces in all chunks, counted once for each part": limits.INDEX_PIECES_MAX,
     "chunks, counted once for each part, with the feature `pieces`": limits.MANY_CHUNKS_MAX,
     "pieces in all chunks, counted once for each part, with the feature `pieces`": limits.MANY_PIECES_MAX,
-    "pieces in all chunks for each byte of the index, with the feature `pieces`": limits.PIECES_PER_BYTE_MAX,
+    "the same for each byte of the index, with the feature `pieces`": limits.PIECES_PER_BYTE_MAX,
     "digest table": limits.DIGEST_TABLE_BYTES_MAX,
     "boxes of a grid": limits.BOXES_MAX,
     "`latest`": limits.LATEST_BYTES_MAX,

@@ -48,3 +48,27 @@ def test_ranks_that_end_at_once_name_the_lost_rank(who: int, how: str, said: str
             assert status == (0 if how == "ends" else -signal.SIGKILL), errors
         else:
             assert out.startswith(f"{who} {said}"), (rank, out, errors)
+
+
+LEFT = """
+import torch.distributed as dist
+from zckpt.ranks.collectives import CALLS, Ranks
+from zckpt.ranks.groups import forget
+
+dist.init_process_group("gloo")
+ranks = Ranks()
+ranks.together(lambda: None, "begin")
+if dist.get_rank() == 1:
+    ranks._group.lives.give_up_self("has left this call")
+    forget(ranks._job, ranks.members, CALLS)
+dist.barrier()
+Ranks().together(lambda: None, "go on")
+print("went on")
+dist.barrier()
+"""
+
+
+def test_the_next_call_goes_on_without_a_group_that_a_rank_has_left() -> None:
+    """As if a rank was interrupted in the last step of a call, which the other ranks had ended already."""
+    for rank, (status, out, errors) in enumerate(ends(LEFT, ranks=3)):
+        assert (status, out.strip()) == (0, "went on"), (rank, errors)

@@ -228,7 +228,7 @@ class Reader:
         many = sum(parts) > 4096 or pieces > 2**26
         need(many == ("pieces" in self.body["requires"]), "M013", pieces)
         need(sum(parts) <= 2**16 and pieces <= 2**32, "M013", pieces)
-        need(not many or sum(chunks[3]) <= 256 * self.body["index_bytes"], "M013", pieces)
+        need(not many or pieces <= 1024 * self.body["index_bytes"], "M013", pieces)
         for layout, first_row, rows, pieces, offset, size, digest in zip(*chunks, strict=True):
             need(layout in index and (at, len(index[layout])) == (offset, first_row), "M013", offset)
             need(rows >= 1 and 1 <= size <= 64 * MIB, "M013", offset)

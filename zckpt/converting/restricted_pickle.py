@@ -108,8 +108,8 @@ _PLAIN: dict[str, type] = {
 """The classes of plain values and containers that a pickle may make."""
 _PLAIN_TYPES = frozenset(_PLAIN.values())
 _SIZED = (list, tuple, str, bytes, dict, set, frozenset)
-_MANY = frozenset({list, PurePosixPath, PureWindowsPath})
-"""The classes of which a call makes an object of each character or item that it is given."""
+_MANY = frozenset({list, torch.Size, PurePosixPath, PureWindowsPath})
+"""The classes of which a call makes an object of each character or item that it is given, or copies each item."""
 _STORAGES = {
     "FloatStorage": torch.float32, "DoubleStorage": torch.float64, "HalfStorage": torch.float16,
     "BFloat16Storage": torch.bfloat16, "LongStorage": torch.int64, "IntStorage": torch.int32,

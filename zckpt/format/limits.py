@@ -26,8 +26,8 @@ MANY_CHUNKS_MAX = 1 << 16
 """The most chunks in an index with the feature ``pieces``, counted in the same way."""
 MANY_PIECES_MAX = 1 << 32
 """The most pieces in all chunks of an index with the feature ``pieces``, counted in the same way."""
-PIECES_PER_BYTE_MAX = 256
-"""The most pieces for each byte of an index with the feature ``pieces``. Here, the pieces of a chunk count once."""
+PIECES_PER_BYTE_MAX = 1024
+"""The most pieces for each byte of an index with the feature ``pieces``, counted in the same way."""
 DIGEST_TABLE_BYTES_MAX = 1 << 30
 """The most bytes of the digest table of one rank."""
 LATEST_BYTES_MAX = 256

@@ -151,6 +151,10 @@ def group_of(here: Job, members: tuple[int, ...], rank: int, channel: str, call:
     for earlier in [each for each in jobs() if each.is_over]:
         for key in [key for key in earlier.groups if key[1] == channel]:
             earlier.groups.pop(key).close()  # A write in the background may still use another channel.
+    known = here.groups.get((members, channel))
+    if known is not None and known.lives.given_up:
+        # This rank has ended its last call well, but another rank has left it.
+        forget(here, members, channel)
     if (members, channel) not in here.groups:
         store = here.store
         name = meet(store, channel, rank, members, call)

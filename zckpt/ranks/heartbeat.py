@@ -350,6 +350,13 @@ class Lives:
         earlier = [rank for rank in siblings if self._store.check([self._key(rank)])]
         return all(entry[0] != _INSIDE for entry in self._entries(earlier).values())
 
+    @property
+    def given_up(self) -> bool:
+        """Whether a rank was given up, by this rank or by another one. Asks the store."""
+        with suppress(RuntimeError):  # If the store is gone, the next message fails.
+            self._hear_verdict()
+        return self._verdict is not None
+
     def check(self) -> None:
         """Raises RankError if a watched rank has shown no sign of life for too long, or if another rank says so about
         any rank."""

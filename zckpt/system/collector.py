@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import gc
+import os
+import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+_counting = threading.Lock()
+_pauses = 0
+"""How many calls have paused the collector and not ended."""
 
 
 @contextmanager
@@ -17,10 +23,30 @@ def paused_collector() -> Iterator[None]:
     The collector starts after a number of new objects, and looks through all objects of the process. While the objects
     of many tensors are made, it would start many times, take up to half of the time, and find nothing.
     """
-    was_enabled = gc.isenabled()
-    gc.disable()
+    global _pauses  # noqa: PLW0603  the collector is one for the process
+    with _counting:
+        if gc.isenabled() or _pauses:
+            _pauses += 1
+        was_enabled = _pauses > 0
+        gc.disable()
     try:
         yield
     finally:
-        if was_enabled:
-            gc.enable()
+        with _counting:
+            if was_enabled and _pauses:
+                _pauses -= 1
+                if not _pauses:
+                    gc.enable()
+
+
+def _continue_in_child() -> None:
+    """Is called in a forked process, in which the threads that have paused the collector do not exist."""
+    global _counting, _pauses  # noqa: PLW0603
+    _counting = threading.Lock()  # Another thread of the parent may have held it.
+    if _pauses:
+        _pauses = 0
+        gc.enable()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_continue_in_child)

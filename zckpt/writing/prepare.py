@@ -18,7 +18,7 @@ from zckpt.engines.peft import adapter_configs
 from zckpt.engines.registered import with_registered
 from zckpt.errors import RankError, StateError, ZckptError, first_few, warn
 from zckpt.format import names
-from zckpt.format.digest import BLOCK_BYTES, digest
+from zckpt.format.digest import BLOCK_BYTES, DIGEST_BYTES, digest
 from zckpt.listing.doubt import settle
 from zckpt.listing.runs import latest_name, refuse_place
 from zckpt.offloading.away import away
@@ -121,7 +121,9 @@ class Planned(NamedTuple):
     """The values that the optimizer keeps once for all ranks, by their path. It is empty unless the ranks differ in
     them."""
     data_bytes: int
-    """The size of the rank's files in bytes."""
+    """The size of the rank's data files in bytes."""
+    table_bytes: int
+    """The size of the rank's digest table in bytes."""
     shared_bytes: int
     """How many bytes of the rank's files may be shared with existing files, and need no space then."""
     replaced: Mapping[str, str]
@@ -136,8 +138,8 @@ class Assigned(NamedTuple):
     """What rank 0 tells one rank before it writes."""
 
     to_check: Sequence[tuple[str, int]]
-    """The data files of another rank, which this rank checks before the commit: their paths and their lengths in
-    bytes."""
+    """The data files and the digest table of another rank, which this rank checks before the commit: their paths and
+    their lengths in bytes."""
     manifest_and_index: Sequence[bytes] = ()
     """The manifest without digests, and the index. Only the leaders of machines other than rank 0 get this and
     ``needed_bytes``."""
@@ -301,9 +303,10 @@ class Preparation:
         )  # fmt: skip
         rank_record = catalog.pack(catalog.rank_record(rank, data_files))
         data_bytes = sum(data_file.nbytes for data_file in data_files)
+        table_bytes = DIGEST_BYTES * max((file.first_block + file.blocks for file in data_files), default=0)
         return Planned(
-            rank_record, collected.scalars if agreed.scalars_differ else {}, data_bytes, self.write.shared_bytes(),
-            self._changes.replaced, self._changes.left_out, differing,
+            rank_record, collected.scalars if agreed.scalars_differ else {}, data_bytes, table_bytes,
+            self.write.shared_bytes(), self._changes.replaced, self._changes.left_out, differing,
         )  # fmt: skip
 
     def _stores(self, buffer: Fragment, first: Mapping[str, tuple[int, bytes]]) -> bool:
@@ -378,7 +381,11 @@ class Preparation:
         records = catalog.unpack(of_rank.rank_record for of_rank in plans)
         self.write.describe(records)
         checked = self._machines.checked_by(self._hosts)
-        assigned = {rank: Assigned(records[other].paths(self.write.save_id)) for rank, other in enumerate(checked)}
+        tables = [(names.digests_path(self.write.save_id, n), of_rank.table_bytes) for n, of_rank in enumerate(plans)]
+        assigned = {
+            rank: Assigned([*records[other].paths(self.write.save_id), tables[other]])
+            for rank, other in enumerate(checked)
+        }
         for leader, *others in (machine.ranks for machine in self._machines.all):
             data_bytes = sum(plans[rank].data_bytes - plans[rank].shared_bytes for rank in (leader, *others))
             needed_bytes = data_bytes + sum(map(len, self.write.described))
@@ -441,7 +448,7 @@ class Preparation:
 
     def check_files(self) -> None:
         """Checks the files of another rank, as ``RankWrite.check_files`` does."""
-        self.write.check_files(self._assigned.to_check)
+        self.write.check_files({path: range(nbytes, nbytes + 1) for path, nbytes in self._assigned.to_check})
 
     def prepare_commit(self, digests: Sequence[bytes] | None) -> None:
         """On each leader, which has the digests of all ranks, does what ``RankWrite.prepare_commit`` does."""

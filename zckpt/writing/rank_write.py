@@ -21,6 +21,7 @@ from zckpt.format import names
 from zckpt.format.digest import digest
 from zckpt.format.limits import MANIFEST_BYTES_MAX
 from zckpt.listing.doubt import refuse_doubt
+from zckpt.listing.files import lengths
 from zckpt.listing.leftovers import is_file, may_be_named, named_files, run_leftovers
 from zckpt.listing.other_formats import deepspeed_files
 from zckpt.listing.runs import latest_name, manifest_bytes, names_in
@@ -41,7 +42,7 @@ from zckpt.writing.removal import clear_for_write, remove
 from zckpt.writing.reuse import SameFile, read_back
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from zckpt.plan.layout import DataFilePlan
     from zckpt.storage.contract import Condition, Prepared, Store
@@ -226,20 +227,20 @@ class RankWrite:
         manifest, index = self.described
         return catalog.with_digests(manifest, digests), index
 
-    def check_files(self, files: Iterable[tuple[str, int]]) -> None:
-        """Checks that this rank sees data files with their lengths. ``files``: the path of each, and its length in
-        bytes. The caller calls it when the files are durable. Raises FormatError (F001) and RankError."""
-        expected = dict(files)
-        for (path, nbytes), size in zip(expected.items(), self.store.sizes([*expected]), strict=True):
-            if size != nbytes:
-                message = f"{nbytes} bytes were written, rank {self.rank} sees {size}"
+    def check_files(self, files: Mapping[str, range]) -> None:
+        """Checks that this rank sees files with the lengths in bytes that they may have, by their paths. The caller
+        calls it when the files are durable. Raises FormatError (F001) and RankError."""
+        for (path, may_have), size in zip(files.items(), self.store.sizes([*files]), strict=True):
+            if size not in may_have:
+                message = f"{may_have.start} bytes were written, rank {self.rank} sees {size}"
                 raise RankError(message, file=path, rank=self.rank)
 
     def put_in_place(self, manifest: bytes, index: bytes) -> None:
         """Checks the files of all ranks, and does the three steps of a commit one after the other, for a write with one
         leader."""
-        written = manifest_format.decode(manifest)
-        self.check_files((written.path(file), file.nbytes) for file in written.files)
+        files = lengths(manifest_format.decode(manifest))
+        del files[names.index_path(self.save_id)]  # It is written in the first step.
+        self.check_files(files)
         try:
             self.prepare_commit(manifest, index)
             self.commit_prepared()

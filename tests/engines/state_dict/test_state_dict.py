@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -23,6 +24,15 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.support.cluster import Cluster
+
+
+def test_a_closed_stream_is_refused_by_name(tmp_path: Path) -> None:
+    stream = BytesIO(b"bytes")
+    stream.close()
+    with pytest.raises(zckpt.StateError, match="closed") as caught:
+        zckpt.write_state_dict({"weight": torch.zeros(1), "sampler": stream}, tmp_path / "c")
+    assert caught.value.key == "sampler"
+    assert not (tmp_path / "c").exists()
 
 
 def test_a_nested_state_dict_comes_back(tmp_path: Path) -> None:

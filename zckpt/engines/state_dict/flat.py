@@ -194,6 +194,8 @@ class Contents:
         """Adds a plain value."""
         self.paths[name] = path
         if isinstance(value, BytesIO):
+            if value.closed:
+                raise StateError("this io.BytesIO is closed, so its bytes are gone", key=name)
             self.streams.add(name)
         self.values[name] = value.getvalue() if isinstance(value, BytesIO) else value
 
