@@ -165,7 +165,7 @@ def test_what_cannot_be_kept_is_refused_by_its_path(value: object, where: str) -
 
 def test_a_value_that_cannot_be_kept_says_what_can() -> None:
     for value, hint in (
-        (1j, "in client_state and rank_state also numpy scalars, paths"),
+        (1j, "in client_state, rank_state and state dicts also numpy scalars, paths"),
         (Pair(1, 2), "make it a plain tuple"),
     ):
         with pytest.raises(StateError, match=hint):

@@ -35,7 +35,8 @@ _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 PLAIN_TYPES = (bool, int, float, str, bytes, list, tuple, dict)
 _KEPT = (
     f"keep None, plain values ({', '.join(kind.__name__ for kind in PLAIN_TYPES)}), tensors and arrays; in "
-    "client_state and rank_state also numpy scalars, paths and what else the docstring of zckpt.write names"
+    "client_state, rank_state and state dicts also numpy scalars, paths and what else the docstring of zckpt.write "
+    "names; of other objects, keep their state_dict()"
 )
 
 
