@@ -67,6 +67,8 @@ _VERSION_BYTES_MAX = 5 + 2 * 9
 """The most bytes of an array of two integers, in msgpack's longest form."""
 _BIN = {0xC4: 0, 0xC5: 1 << 8, 0xC6: 1 << 16}
 """The first bytes that a binary may have in msgpack, and for each of them the shortest length that needs it."""
+_DTYPES = {dtype: dtype for dtype in ITEM_BYTES}
+"""Each dtype by its name, so that the column of a part has one object for each dtype, and not one for each tensor."""
 _CHUNK_COLUMNS = {
     "layout": "layout_id",
     "first_row": "first_row",
@@ -478,21 +480,22 @@ def _part(value: object, *, has_grids: bool) -> Part:
     names.check_part_name(name, file=names.MANIFEST)
     name_ids = get.column("names")
     grid_ids = get.integers("grids") if has_grids and "grids" in get.values else [0] * len(name_ids)
+    try:
+        dtypes = tuple(map(_DTYPES.__getitem__, get.strings("dtypes")))
+    except KeyError as error:
+        raise broken("M009", f"part {name} has the dtype {error.args[0]!r}", file=names.MANIFEST) from None
     part = Part(
         name,
         get.integer("layout", 0, NAMES_MAX),
         tuple(get.array("names")),
         tuple(get.integers("shapes")),
-        tuple(get.strings("dtypes")),
+        dtypes,
         tuple(grid_ids),
     )
     if len({len(name_ids), len(part.shape_ids), len(part.dtypes), len(grid_ids)}) > 1:
         raise broken("M010", f"the columns of part {name} differ in length", file=names.MANIFEST)
     if (np.diff(name_ids) <= 0).any():
         raise broken("M010", f"the name ids of part {name} are not ascending", file=names.MANIFEST)
-    for dtype in set(part.dtypes):
-        if dtype not in ITEM_BYTES:
-            raise broken("M009", f"part {name} has the dtype {dtype!r}", file=names.MANIFEST)
     return part
 
 
