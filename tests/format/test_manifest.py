@@ -254,6 +254,8 @@ def test_a_broken_field_is_refused(raw: bytes, rule: str, path: str, change: obj
         ("M001", FormatError, lambda raw: msgpack.packb([*msgpack.unpackb(raw), 0])),
         ("M001", FormatError, lambda raw: msgpack.packb([*msgpack.unpackb(raw)[:3], {}])),
         ("M001", FormatError, lambda raw: b"\xdc\0\4" + raw[1:]),  # the same array with a longer head
+        ("M001", FormatError, lambda raw: raw.replace(b"\xc4\x10", b"\xc5\0\x10", 1)),  # the digest too
+        ("M001", FormatError, lambda raw: raw.replace(b"\xc5", b"\xc6\0\0", 1)),  # and the body
         ("M001", FormatError, lambda raw: envelope(body_of(raw), [1, 1])),
         ("M002", VersionError, lambda raw: envelope(body_of(raw), [2, 0])),
         ("M002", VersionError, lambda raw: envelope(body_of(raw), [0, 9])),
