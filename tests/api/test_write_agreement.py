@@ -74,6 +74,7 @@ def is_step(code: CodeType) -> bool:
     """Whether this is the code of a function that a step of a write runs."""
     between = (
         "collectives.py", "groups.py", "family.py", "tree.py", "heartbeat.py", "interrupts.py", "background.py",
+        "job.py", "gloo.py",
     )  # fmt: skip
     return not code.co_filename.endswith(between) and code.co_name not in NOT_STEPS
 

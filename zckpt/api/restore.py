@@ -37,7 +37,7 @@ from zckpt.restoring.plan import Request, RestorePlan, check_settings, plan_rest
 from zckpt.state.lineage import Use
 from zckpt.storage.location import Location, StrPath
 from zckpt.storage.schemes import open_store
-from zckpt.system.collector import paused_collector
+from zckpt.system.collector import without_collector
 from zckpt.system.threads import beside
 from zckpt.tiers.choice import Chosen, choose
 from zckpt.transfer.devices import check_device, synchronize
@@ -331,7 +331,7 @@ def _raise_first(errors: Sequence[BaseException]) -> None:
         raise errors[0]
 
 
-@paused_collector()
+@without_collector
 def _plan(engine: object, opened: Callable[[], tuple[Store, Contents]], request: Request, ranks: Ranks) -> RestorePlan:
     """Plans the restore of this rank. ``opened`` returns the directory of the checkpoint, and what it holds."""
     adapter = adapt(engine)
@@ -382,7 +382,7 @@ def _mismatch(plan: RestorePlan, first: tuple[int, str], same_as: int | None, ra
     return error_class(message, file=plan.checkpoint.path, rank=rank, hint=plan.hint)
 
 
-@paused_collector()
+@without_collector
 def _change(plan: RestorePlan, rank: int | None, request: Request) -> None:
     """Does all that this rank can do alone to restore the engine. ``rank`` is the number of this rank if the checkpoint
     was written by the same number of ranks, and None otherwise."""

@@ -19,7 +19,7 @@ from zckpt.format.tree import below
 from zckpt.plan.select import several
 from zckpt.ranks.collectives import Ranks, check_equal
 from zckpt.state.lineage import run_by_tensors
-from zckpt.system.collector import paused_collector
+from zckpt.system.collector import without_collector
 from zckpt.writing.collect import fingerprint
 from zckpt.writing.options import WriteOptions
 
@@ -166,7 +166,7 @@ def write_contents(
     return write_engine(state, path, options, call)
 
 
-@paused_collector()
+@without_collector
 def _agreed(
     make: Callable[[int], Contents],
     options: WriteOptions,

@@ -24,7 +24,7 @@ from zckpt.reading.extra_state import extra_state
 from zckpt.reading.state_dict import Values, own_rank, plan_load
 from zckpt.reading.targets import checked_target, empty_tensor
 from zckpt.state.inventory import BUFFER, MASTER, PARAM, STATE, unconverted
-from zckpt.system.collector import paused_collector
+from zckpt.system.collector import without_collector
 from zckpt.transfer.budget import Budget, flag
 from zckpt.transfer.devices import check_device, devices_of
 from zckpt.transfer.memory import Targets, check_memory, fresh_tensor, lies_in_order
@@ -233,7 +233,7 @@ class Checkpoint(Mapping[str, TensorInfo]):
 
     # Loading
 
-    @paused_collector()
+    @without_collector
     def load(
         self,
         keys: Keys = None,
@@ -426,7 +426,7 @@ class Checkpoint(Mapping[str, TensorInfo]):
             infos |= {info.name: info for info in self.contents.of_part(part)}
         return infos
 
-    @paused_collector()
+    @without_collector
     def state_dict(
         self,
         *,
@@ -463,7 +463,7 @@ class Checkpoint(Mapping[str, TensorInfo]):
             targets = self._load(sources, device, casts, verify=verify, advance=advance)
         return targets | {alias: targets[name] for alias, name in self.aliases.items() if name in targets}
 
-    @paused_collector()
+    @without_collector
     def load_into(
         self,
         state_dict: Mapping[Any, Any],
@@ -542,7 +542,7 @@ class Checkpoint(Mapping[str, TensorInfo]):
                 self.read([request._replace(target=values)], rank=rank, verify=verify, advance=advance)
                 set_in_place(request.target, values)
 
-    @paused_collector()
+    @without_collector
     def read(
         self,
         requests: Sequence[ReadRequest],

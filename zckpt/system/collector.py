@@ -6,23 +6,38 @@ import gc
 import os
 import threading
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from functools import wraps
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _counting = threading.Lock()
 _pauses = 0
 """How many calls have paused the collector and not ended."""
 
 
-@contextmanager
-def paused_collector() -> Iterator[None]:
-    """Returns a context, which also serves as a decorator, in which the collector does not start by itself.
+def without_collector(function: Callable[P, T]) -> Callable[P, T]:
+    """Returns the function so that the collector does not start by itself during a call.
 
     The collector starts after a number of new objects, and looks through all objects of the process. While the objects
     of many tensors are made, it would start many times, take up to half of the time, and find nothing.
     """
+
+    # A context manager of contextlib as a decorator would have a frame of its own. Warnings would name its line.
+    @wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> T:
+        with _paused():
+            return function(*args, **kwargs)
+
+    return called
+
+
+@contextmanager
+def _paused() -> Iterator[None]:
     global _pauses  # noqa: PLW0603  the collector is one for the process
     with _counting:
         if gc.isenabled() or _pauses:

@@ -33,7 +33,7 @@ from zckpt.storage.lock import WriteLock
 from zckpt.storage.schemes import open_store
 from zckpt.system import linux
 from zckpt.system.available import available_bytes
-from zckpt.system.collector import paused_collector
+from zckpt.system.collector import without_collector
 from zckpt.transfer.budget import Budget
 from zckpt.version import __version__
 from zckpt.writing.collect import Changes, add_rank_tree, collect, fingerprint, kept_client_state, pack_tree
@@ -160,7 +160,7 @@ class Preparation:
     def __init__(self, engine: object, path: StrPath | None, options: WriteOptions, rank: int, size: int) -> None:
         self._engine, self._path, self.options, self._rank, self._size = engine, path, options, rank, size
 
-    @paused_collector()
+    @without_collector
     def prepare(self) -> Facts:
         """Collects all state that this rank has to write. Returns the values that the ranks have to agree about."""
         options = self.options = self.options.checked()
@@ -275,7 +275,7 @@ class Preparation:
                 return b""
             raise
 
-    @paused_collector()
+    @without_collector
     def plan(self, agreed_fields: Sequence[Any], own_fields: Sequence[Any] | None) -> Planned:
         """Plans the files of this rank. Gets what ``agree`` has returned for all ranks and for this one."""
         assert own_fields is not None, "rank 0 tells every rank its shares"
@@ -360,7 +360,7 @@ class Preparation:
         first, *others = self._machines.all
         return results[first.ranks[0]], {rank: results[other.ranks[0]] for other in others for rank in other.ranks}
 
-    @paused_collector()
+    @without_collector
     def describe(self, plans_of_ranks: Sequence[Planned]) -> tuple[None, dict[int, Assigned]]:
         """On rank 0, makes and checks the manifest and the index. Returns what each rank gets. Raises StateError if the
         optimizers of the ranks differ in a value that is kept once, or replicas in their values."""
