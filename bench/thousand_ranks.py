@@ -250,7 +250,7 @@ def write_and_restore(directory: str, size: int, calls: Calls) -> dict[str, Any]
         between("begin")
         phase("connect", lambda: Ranks(call="bench").together(lambda: None, "connect"))
         phase("write", lambda: zckpt.write(engine, path, budget=ONE_THREAD))
-        phase("open", lambda: zckpt.open(path)[f"master/{'vector'}"].pieces if rank in kinds(size).values() else None)
+        phase("open", lambda: zckpt.open(path)["master/vector"].pieces if rank in kinds(size).values() else None)
         other = ReferenceEngine(tiny_shapes(size), frozen=(), seed=1)
         phase("restore", lambda: zckpt.restore(other, path, parts=restored, budget=ONE_THREAD))
         for part_name in restored or engine.tensors:
@@ -365,7 +365,8 @@ def measure_processes(directory: str, ranks_text: str) -> dict[str, Any]:
     told = [of_rank["lost"] for of_rank in of_ranks.values()]
     return {
         "ranks": size,
-        **{kind: of_ranks[rank] for kind, rank in {"rank 0": 0, "inner rank": 2, "leaf": size - 1}.items()},
+        "rank 0": of_ranks[0],
+        "leaf": of_ranks[size - 1],
         "lost": {
             "others": size - 1,
             "named_it": sum(one["named_it"] for one in told),
@@ -719,10 +720,10 @@ def notes(threads: list[Any], processes: dict[str, Any], played: list[Any]) -> l
         "",
         f"{processes['ranks']} processes on gloo:",
         "",
-        "| | rank 0 | inner rank | leaf |",
-        "| --- | ---: | ---: | ---: |",
+        "| | rank 0 | leaf |",
+        "| --- | ---: | ---: |",
     ]
-    of_kinds = [processes[kind] for kind in kinds(1)]
+    of_kinds = [processes["rank 0"], processes["leaf"]]
     for label, value in (
         ("descriptors that zckpt keeps open", lambda of: of["descriptors_after"] - of["descriptors_before"]),
         ("memory of a write, MiB", lambda of: f"{of['write_peak_bytes'] / MIB:.1f}"),

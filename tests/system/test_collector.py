@@ -33,17 +33,25 @@ def test_after_a_pause_the_collector_is_as_it_was_before(enabled: bool) -> None:
 
 
 def test_the_last_of_several_pauses_ends_them() -> None:
-    first_has_ended = threading.Event()
+    second_has_begun, first_has_ended = threading.Event(), threading.Event()
+    seen: list[bool] = []
 
     @without_collector
     def second() -> None:
+        second_has_begun.set()
         assert first_has_ended.wait(30)
-        assert not gc.isenabled()
+        seen.append(gc.isenabled())
+
+    @without_collector
+    def first() -> None:
+        other.start()
+        assert second_has_begun.wait(30)
 
     other = threading.Thread(target=second)
-    without_collector(other.start)()
+    first()
     first_has_ended.set()
     other.join()
+    assert seen == [False]
     assert gc.isenabled()
 
 

@@ -164,8 +164,9 @@ class Contents(Mapping[str, TensorInfo]):
         self._layouts: dict[int, Layout] = {}
         """The chunks that were asked for last, the oldest first."""
         self._kept_pieces = 0
-        self._keeping = threading.Lock()
         """How many pieces these chunks have."""
+        self._keeping = threading.Lock()
+        """Held while a chunk is added to them."""
         self._tables: dict[int, memoryview] = {}
         self._reading: dict[int, threading.Lock] = {}
         """The locks that let one thread at a time read the digest table of a rank."""

@@ -131,12 +131,14 @@ def look_for_spread(path: StrPath, ranks: Ranks) -> tuple[Spread | None, Callabl
         longer = {n: size for n, size, start in zip(numbers, sizes, least, strict=True) if size != start}
         return [_runs(numbers), longer]
 
+    views = [_View(*fields) for fields in ranks.decide(look_for_files, _views, "look for the files")]
+
     def arrange() -> Spread:
         manifest = decode_manifest(store, raw)
         may_have = lengths(manifest)
         sees: list[list[int]] = [[] for _ in may_have]
-        for number, (runs, _, _) in enumerate(views):
-            for file_number in _numbers(runs):
+        for number, view in enumerate(views):
+            for file_number in _numbers(view.files):
                 sees[file_number].append(number)
         holders: dict[str, tuple[int, ...]] = {}
         known: dict[tuple[int, ...], tuple[dict[int, int], tuple[int, ...]]] = {}
@@ -144,17 +146,27 @@ def look_for_spread(path: StrPath, ranks: Ranks) -> tuple[Spread | None, Callabl
         for file_number, (file, nbytes) in enumerate(may_have.items()):
             seen_in = tuple(sees[file_number])
             if seen_in not in known:  # Many files have the same holders: one object serves all.
-                view_of = {rank: number for number in seen_in for rank in _numbers(views[number][2])}
+                view_of = {rank: number for number in seen_in for rank in _numbers(views[number].ranks)}
                 known[seen_in] = view_of, tuple(sorted(view_of))
             view_of, of_file = known[seen_in]
             holders[file] = of_file
             if of_file and ranks.rank not in view_of:
                 holder = of_file[ranks.rank % len(of_file)]  # so that not all ranks ask the same one
-                elsewhere[file] = holder, views[view_of[holder]][1].get(file_number, nbytes.start)
+                elsewhere[file] = holder, views[view_of[holder]].longer.get(file_number, nbytes.start)
         return Spread(store, raw, manifest, holders, elsewhere)
 
-    views: Any = ranks.decide(look_for_files, _views, "look for the files")
     return ranks.together(arrange, "look for the files"), opened
+
+
+class _View(NamedTuple):
+    """What some ranks see of the files of a checkpoint, which are numbered as in ``lengths``."""
+
+    files: Sequence[Sequence[int]]
+    """The numbers of the files that they see, as runs."""
+    longer: Mapping[int, int]
+    """The lengths in bytes of those files that are longer than they have to be."""
+    ranks: Sequence[Sequence[int]]
+    """These ranks, as runs."""
 
 
 def _newest(reports: Sequence[Any]) -> tuple[int, str] | None:
@@ -165,9 +177,8 @@ def _newest(reports: Sequence[Any]) -> tuple[int, str] | None:
 
 
 def _views(reports: Sequence[Any]) -> list[list[Any]]:
-    """Returns each different report once, with the ranks from which it comes. A report says which files a rank sees,
-    and which of them are longer than they have to be. There may be millions of files, but all ranks of a machine see
-    the same ones, mostly some runs of them."""
+    """Returns the fields of a ``_View`` for each different report. A report has its first two fields. There may be
+    millions of files, but all ranks of a machine see the same ones, mostly some runs of them."""
     ranks_of: dict[bytes, list[int]] = {}
     for rank, report in enumerate(reports):
         ranks_of.setdefault(msgpack.packb(report), []).append(rank)

@@ -5,17 +5,16 @@ from __future__ import annotations
 import gc
 import os
 import threading
-from contextlib import contextmanager
 from functools import wraps
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_counting = threading.Lock()
+_counting = threading.RLock()  # A handler of a signal may call zckpt while this thread holds it.
 _pauses = 0
 """How many calls have paused the collector and not ended."""
 
@@ -30,34 +29,27 @@ def without_collector(function: Callable[P, T]) -> Callable[P, T]:
     # A context manager of contextlib as a decorator would have a frame of its own. Warnings would name its line.
     @wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> T:
-        with _paused():
+        global _pauses  # noqa: PLW0603  the collector is one for the process
+        with _counting:
+            pauses = gc.isenabled() or _pauses > 0
+            _pauses += pauses
+            gc.disable()
+        try:
             return function(*args, **kwargs)
+        finally:
+            with _counting:
+                if pauses and _pauses:
+                    _pauses -= 1
+                    if not _pauses:
+                        gc.enable()
 
     return called
-
-
-@contextmanager
-def _paused() -> Iterator[None]:
-    global _pauses  # noqa: PLW0603  the collector is one for the process
-    with _counting:
-        if gc.isenabled() or _pauses:
-            _pauses += 1
-        was_enabled = _pauses > 0
-        gc.disable()
-    try:
-        yield
-    finally:
-        with _counting:
-            if was_enabled and _pauses:
-                _pauses -= 1
-                if not _pauses:
-                    gc.enable()
 
 
 def _continue_in_child() -> None:
     """Is called in a forked process, in which the threads that have paused the collector do not exist."""
     global _counting, _pauses  # noqa: PLW0603
-    _counting = threading.Lock()  # Another thread of the parent may have held it.
+    _counting = threading.RLock()  # Another thread of the parent may have held it.
     if _pauses:
         _pauses = 0
         gc.enable()
