@@ -8,10 +8,8 @@ import os
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-import numpy as np
 import pytest
 
-from tests.support.memory import memory as memory_of_process
 from zckpt.system import linux
 
 if TYPE_CHECKING:
@@ -81,30 +79,3 @@ def test_the_kernel_of_this_machine_takes_back_only_the_pages_within_the_range()
         linux.free_lazily(address + 1, 3 * mmap.PAGESIZE)
     page = mmap.PAGESIZE * b"\1"
     assert memory[:] == page + bytes(2 * mmap.PAGESIZE) + page
-
-
-@pytest.mark.linux
-def test_memory_is_provided_before_it_is_touched() -> None:
-    nbytes = 64 * MIB
-    memory = np.frombuffer(mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
-    memory[: 2 * mmap.PAGESIZE] = 7
-    before = memory_of_process("VmRSS")
-    linux.provide_memory(memory.ctypes.data + 1, nbytes - 2)
-    assert abs(memory_of_process("VmRSS") - before - nbytes) < 4 * MIB
-    assert (memory[: 2 * mmap.PAGESIZE] == 7).all()
-
-
-@pytest.mark.parametrize("resident", [0, 1])
-def test_memory_that_is_there_is_not_provided_again(kernel: mock.Mock, resident: int) -> None:
-    def mincore(address: ctypes.c_void_p, length: ctypes.c_size_t, vector: Any) -> int:
-        assert address.value == 12 * LARGE, "the last whole page"
-        vector._obj.value = resident
-        return 0
-
-    kernel.mincore.side_effect = mincore
-    linux.provide_memory(10 * LARGE + 4096, 3 * LARGE)
-    if resident:
-        kernel.madvise.assert_not_called()
-    else:
-        (address, nbytes, advice), _ = kernel.madvise.call_args
-        assert (address.value, nbytes.value, advice) == (11 * LARGE, 2 * LARGE, linux.MADV_POPULATE_WRITE)

@@ -138,37 +138,6 @@ def test_large_tensors_are_read_straight_into_their_memory(
     assert torch.equal(part, state.full["master/larger"][1001:2_100_009])
 
 
-def test_memory_is_provided_for_the_next_reads(disk: Path) -> None:
-    """There are four straight reads, of 16, 16, 16 and 4 MiB. No read goes on before memory is provided for three of
-    them. The first read may begin before its own memory is provided."""
-    state = write_state(disk / "c", 1, {"a": (9 * MIB,), "b": (4 * MIB + 7,)}, parts=("master",), block_bytes=MIB)
-    uncache(disk / "c")
-    provided: list[tuple[int, int]] = []
-    read_direct = LocalReader.read_direct
-
-    def after_all(reader: LocalReader, path: str, views: Any, offset: int) -> int:
-        wait_until(lambda: len(provided) >= 3)
-        return read_direct(reader, path, views, offset)
-
-    def provide(address: int, nbytes: int) -> None:
-        linux.provide_memory(address, nbytes)
-        provided.append((address, nbytes))
-
-    checkpoint = zckpt.open(disk / "c", budget=zckpt.Budget(threads=1))
-    with (
-        mock.patch.object(LocalReader, "read_direct", after_all),
-        mock.patch("zckpt.transfer.read.provide_memory", provide),
-    ):
-        loaded = checkpoint.load()
-    assert same_all(loaded, state.full)
-    for address, nbytes in provided:
-        assert any(
-            tensor.data_ptr() <= address and address + nbytes <= tensor.data_ptr() + tensor.nbytes
-            for tensor in loaded.values()
-        )
-    assert sum(nbytes for _, nbytes in provided) > checkpoint.nbytes - 17 * MIB, "of all reads but one"
-
-
 def test_a_restore_into_memory_with_the_same_alignment_copies_only_edges(
     disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

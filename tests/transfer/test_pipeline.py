@@ -12,7 +12,7 @@ import pytest
 from tests.support.waiting import wait_until
 from zckpt import Budget, ZckptError
 from zckpt.system.threads import Worker
-from zckpt.transfer.pipeline import PREPARED_ITEMS, Pipeline
+from zckpt.transfer.pipeline import Pipeline
 from zckpt.transfer.snapshot import Snapshot
 from zckpt.transfer.staging import StagingBuffer, StagingPool
 
@@ -157,53 +157,6 @@ def test_a_thread_that_has_nothing_else_to_do_computes_digests_too() -> None:
             assert second.wait(60)
 
     Steps(before).run(2, 1, 2)
-
-
-def test_a_bounded_number_of_items_is_prepared_before_their_sources_are_read() -> None:
-    """One thread reads. While it reads an item, exactly the next ``PREPARED_ITEMS`` items are prepared."""
-    prepared: list[int] = []
-    items = PREPARED_ITEMS + 9
-
-    def take(item: int, stage: StagingBuffer) -> int:
-        last = min(item + PREPARED_ITEMS, items - 1)
-        wait_until(lambda: prepared[-1:] == [last])
-        return item
-
-    def ignore(item: int, stage: StagingBuffer) -> None:
-        pass
-
-    pool = StagingPool(MIB, 1)
-    pipeline = Pipeline(range(items), take, ignore, ignore, not_straight, pool, Snapshot(), 0, prepared.append)
-    with pool.work(items):
-        pipeline.run(Budget(threads=1))
-    assert prepared == list(range(prepared[0], items))
-    assert prepared[0] <= 1, "the first source may be read before it is prepared"
-
-
-def test_an_item_whose_source_is_being_read_is_not_prepared() -> None:
-    """The first call of ``prepare`` ends once the source of item 10 is being read. The next call is for item 11."""
-    taken: list[int] = []
-    prepared: list[int] = []
-
-    def take(item: int, stage: StagingBuffer) -> None:
-        taken.append(item)
-        if item == 0:
-            wait_until(lambda: len(prepared) == 1)
-        elif item == 10:
-            wait_until(lambda: len(prepared) >= 2)
-
-    def prepare(item: int) -> None:
-        prepared.append(item)
-        if len(prepared) == 1:
-            wait_until(lambda: 10 in taken)
-
-    def fail(item: int, stage: StagingBuffer) -> None:
-        raise AssertionError
-
-    pool = StagingPool(MIB, 1)
-    with pool.work(40):
-        Pipeline(range(40), take, fail, fail, not_straight, pool, Snapshot(), 0, prepare).run(Budget(threads=1))
-    assert prepared[1] == 11
 
 
 @pytest.mark.parametrize("failing", STEPS)

@@ -30,7 +30,7 @@ CACHESTAT = 451
 """The number of the system call cachestat(2). It is the same on every processor that torch supports."""
 FICLONERANGE = 0x4020940D
 """The request number of ioctl_ficlonerange(2)."""
-MADV_FREE, MADV_HUGEPAGE, MADV_POPULATE_WRITE = 8, 14, 23
+MADV_FREE, MADV_HUGEPAGE = 8, 14
 """Advice for madvise(2)."""
 HUGE_PAGE_BYTES = 2 << 20
 """The size of a huge page on most machines."""
@@ -181,18 +181,6 @@ def ask_for_huge_pages(address: int, nbytes: int) -> None:
     """Asks the system for huge pages for memory that has not been touched yet. Then touching the memory for the first
     time, and freeing it, takes a fraction of the time."""
     _advise(address, nbytes, MADV_HUGEPAGE)
-
-
-def provide_memory(address: int, nbytes: int) -> None:
-    """Makes the system provide all whole pages of this memory now, instead of when they are touched for the first time.
-    Does nothing before Linux 5.14, or if the last of these pages is there already, as in memory that was touched
-    before. The first page would not show this, because it may belong to a huge page that begins before this memory."""
-    page = (address + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - mmap.PAGESIZE
-    resident = ctypes.c_uint8()  # bit 0 says that the page is there
-    if libc is None or libc.mincore(ctypes.c_void_p(page), ctypes.c_size_t(1), ctypes.byref(resident)):
-        return
-    if not resident.value & 1:
-        _advise(address, nbytes, MADV_POPULATE_WRITE)
 
 
 def _advise(address: int, nbytes: int, advice: int) -> None:

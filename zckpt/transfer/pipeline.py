@@ -18,11 +18,6 @@ if TYPE_CHECKING:
 
 Item = TypeVar("Item")
 
-PREPARED_ITEMS = 16
-"""The largest number of items that are prepared before their sources are read. If each of them is a straight read of 16
-MiB, they have 256 MiB. When the memory of all items was provided at once, no matter what was being read, loads often
-took twice the processor time. In trials with 4, 8, 16 and 32 items, 16 was the fastest by a few per cent."""
-
 
 class Pipeline(Generic[Item]):
     """Does up to three steps for each of many items. ``take`` fills a buffer from the item's source, or queues copies
@@ -32,8 +27,6 @@ class Pipeline(Generic[Item]):
 
     The threads of the budget read and write. One further thread, the digest thread, does the step ``digest``, so that
     the other threads can keep the disk busy. They do this step too, but only if there is nothing to read or write.
-    While there are no digests to compute, the digest thread calls ``prepare``, if it is given, for the items whose
-    sources are read next. So ``prepare`` does work that the threads that read would otherwise do or wait for.
 
     Sources come first: as long as a buffer is free, the next source is read. The sources of the first ``urgent`` items
     are read before all others. The snapshot is told when all urgent sources have been read, and again when all sources
@@ -58,10 +51,9 @@ class Pipeline(Generic[Item]):
         staging: StagingPool,
         snapshot: Snapshot,
         urgent: int,
-        prepare: Callable[[Item], None] | None = None,
         is_next: Callable[[Item], bool] = lambda item: True,
     ) -> None:
-        self._take, self._digest, self._put, self._prepare, self._is_next = take, digest, put, prepare, is_next
+        self._take, self._digest, self._put, self._is_next = take, digest, put, is_next
         self._staging = staging
         self._snapshot = snapshot
         self._urgent = urgent
@@ -77,8 +69,6 @@ class Pipeline(Generic[Item]):
         """The items whose digests are known, with the same three fields."""
         self._unread = [urgent, len(items) - urgent]
         """How many sources have not been read yet: of the urgent items, and of the others."""
-        self._prepared = 0
-        """The number after that of the last item that was prepared, or 0."""
         self._unfinished = len(items)
         """For how many items not all steps are done yet."""
         self._free_halves = 0
@@ -166,28 +156,14 @@ class Pipeline(Generic[Item]):
         return partial(self._put_item, *entry)
 
     def _next_digest(self) -> Callable[[], None] | None:
-        """Returns the next step ``digest``, or a call of ``prepare`` if no buffer is full. Returns None if there is
-        none of either any more. Waits while other threads may still fill a buffer."""
+        """Returns the next step ``digest``, or None if there is none any more. Waits while other threads may still fill
+        a buffer."""
         with self._changed:
             while self._unfinished and not self._stopped:
                 if self._full:
                     return partial(self._digest_item, *self._full.popleft())
-                if prepare := self._next_prepare():
-                    return prepare
                 self._changed.wait()
         return None
-
-    def _next_prepare(self) -> Callable[[], None] | None:
-        """Returns the next call of ``prepare``. Returns None if enough items are prepared, if none is waiting, or if
-        there is no ``prepare``. The caller holds ``self._changed``."""
-        if self._prepare is None or not self._waiting:
-            return None
-        ahead = max(self._prepared - self._waiting[0][0], 0)
-        if ahead >= min(PREPARED_ITEMS, len(self._waiting)):
-            return None
-        number, item = self._waiting[ahead]
-        self._prepared = number + 1
-        return partial(self._prepare, item)
 
     def _take_item(self, number: int, item: Item) -> None:
         stage = self._staging.acquire()

@@ -8,8 +8,7 @@ the page cache, and among all others, urgent reads come first.
 
 All other reads use direct I/O, which evicts nothing from the page cache. Their bytes go straight into the target if the
 plan says so, and otherwise into aligned staging buffers. The thread that has read the bytes begins its next read, while
-another thread compares the digests. If there are none to compare, this thread makes the system provide the memory for
-the next reads.
+another thread compares the digests.
 
 Copies to a device are queued once their bytes are in a buffer. While these copies run, the next read fills another
 buffer.
@@ -30,7 +29,7 @@ from zckpt.format.digest import DIGEST_BYTES, check_block, digest
 from zckpt.format.rules import broken
 from zckpt.plan.coalesce import Places, joined_copies
 from zckpt.storage.buffers import PAGE_BYTES, after
-from zckpt.system.linux import processors, provide_memory
+from zckpt.system.linux import processors
 from zckpt.system.threads import Countdown
 from zckpt.transfer.devices import synchronize
 from zckpt.transfer.host_memory import copy_to, memory
@@ -122,7 +121,6 @@ def run_reads(
             staging,
             Snapshot(),
             urgent=0,
-            prepare=_provide_memory,
         )
         pipeline.run(budget, beside=checks)
 
@@ -367,13 +365,6 @@ def _read_direct(reader: Reader, op: ReadOp, file: ReadFile, stage: StagingBuffe
         place = start - base - (int(op.inner.nbytes[op.inner.start < start].sum()) if straight else 0)
         copy_to(address, room[place : place + nbytes])
     return min(max(base + read_bytes - op.offset, 0), op.nbytes)
-
-
-def _provide_memory(op: ReadOp) -> None:
-    """Makes the system provide the memory that ``op`` will be read straight into. Otherwise the thread that reads would
-    wait for this, and the disk would have less to do."""
-    for _, nbytes, address in _rows(op.inner):
-        provide_memory(address, nbytes)
 
 
 def _rows(ranges: Ranges) -> Iterator[tuple[int, int, int]]:
