@@ -152,7 +152,7 @@ def test_rank_records_of_several_ranks_share_their_tensors() -> None:
 def synthetic(ranks: int, tensors: int, parts: int) -> list[catalog.RankRecord]:
     """Makes the records of ranks that each hold an equal share of every tensor. All parts share one set of columns,
     because it is large."""
-    names = tuple((f"layer.{number}", (4 * ranks,), "F32", ()) for number in range(tensors))
+    names = catalog.packed_tensors((f"layer.{number}", (4 * ranks,), "F32", ()) for number in range(tensors))
     number = np.arange(tensors)
     zeros = np.zeros(tensors, np.int64)
     rank_records = []

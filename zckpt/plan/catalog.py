@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     from zckpt.plan.layout import DataFilePlan
 
 Tensor = tuple[str, tuple[int, ...], str, "Sections"]
-"""The name, the shape and the dtype of a tensor, and the sections of its grid."""
+"""The name, the shape and the dtype of a tensor, and the sections of its grid. A record has it in the bytes of msgpack,
+which are compared faster, so that a tensor that a thousand ranks have pieces of is unpacked once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,8 @@ class RankRecord:
 
     rank: int
     digest: bytes
-    tensors: tuple[Tensor, ...]
+    tensors: tuple[bytes, ...]
+    """The packed tensors."""
     piece_columns: tuple[PieceColumns, ...]
     files: tuple[FileRecord, ...]
 
@@ -105,8 +107,13 @@ def rank_record(rank: int, plans: Iterable[DataFilePlan], digest: bytes = bytes(
         size = (plan.nbytes, len(plan.header))
         files.append(FileRecord(data_file.part, data_file.tier, *size, plan.first_block, number, data_file.origin))
     return RankRecord(
-        rank, digest, tuple(tensors), tuple(columns for _, columns in piece_columns.values()), tuple(files)
+        rank, digest, packed_tensors(tensors), tuple(columns for _, columns in piece_columns.values()), tuple(files)
     )
+
+
+def packed_tensors(tensors: Iterable[Tensor]) -> tuple[bytes, ...]:
+    """Returns the tensors of a record."""
+    return tuple(map(msgpack.Packer().pack, tensors))
 
 
 _RECEIVED_DTYPES = {"tensor": "<u4", "start": "<i8", "stop": "<i8", "copy": "<u4", "offset": "<i8", "block": "<u4"}
@@ -131,17 +138,17 @@ def unpack(raws: Iterable[bytes]) -> list[RankRecord]:
     several ranks have pieces of, lists of them, which are mostly the same on many ranks, and columns, such as the
     offsets of equal shares.
     """
-    tensors: dict[Tensor, Tensor] = {}
-    lists: dict[bytes, tuple[Tensor, ...]] = {}
+    tensors: dict[bytes, bytes] = {}
+    lists: dict[bytes, tuple[bytes, ...]] = {}
     columns: dict[tuple[str, bytes], Ints] = {}
     records = []
+    decompressor = zstandard.ZstdDecompressor()
     for raw in raws:
-        packed = zstandard.ZstdDecompressor().decompress(raw)
-        rank, rank_digest, packed_tensors, piece_columns, files = msgpack.unpackb(packed, use_list=False)
-        key = digest(packed_tensors)
+        packed = decompressor.decompress(raw)
+        rank, rank_digest, packed_list, piece_columns, files = msgpack.unpackb(packed, use_list=False)
+        key = digest(packed_list)
         if key not in lists:
-            unpacked = msgpack.unpackb(packed_tensors, use_list=False)
-            lists[key] = tuple(tensors.setdefault(tensor, tensor) for tensor in unpacked)
+            lists[key] = tuple(tensors.setdefault(tensor, tensor) for tensor in msgpack.unpackb(packed_list))
         own_columns = (
             PieceColumns(
                 *(
@@ -161,25 +168,29 @@ class _Tensors:
     grid."""
 
     def __init__(self) -> None:
-        self.ids: dict[Tensor, int] = {}
+        self.tensors: list[Tensor] = []
         self.name_ids: dict[str, int] = {}
+        self._ids: dict[bytes, int] = {}
+        """The number of each packed tensor."""
         self._known: dict[int, Ints] = {}
         """The numbers of the tensors of each list, by its ``id``."""
 
-    def add(self, tensors: tuple[Tensor, ...]) -> Ints:
+    def add(self, tensors: tuple[bytes, ...]) -> Ints:
         """Returns the numbers of ``tensors``, a list that many ranks may share. Tensors that are new get the next
         numbers. The list has to stay in memory as long as this object is used."""
         if id(tensors) not in self._known:
-            for name, *_ in tensors:
-                self.name_ids.setdefault(name, len(self.name_ids))
-            numbers = [self.ids.setdefault(tensor, len(self.ids)) for tensor in tensors]
-            self._known[id(tensors)] = np.array(numbers, np.int64)
+            for packed in tensors:
+                if packed not in self._ids:
+                    self._ids[packed] = len(self.tensors)
+                    self.tensors.append(msgpack.unpackb(packed, use_list=False))
+                    self.name_ids.setdefault(self.tensors[-1][0], len(self.name_ids))
+            self._known[id(tensors)] = np.array([self._ids[packed] for packed in tensors], np.int64)
         return self._known[id(tensors)]
 
     @cached_property
     def name_of(self) -> Ints:
         """The name id of each tensor. It is used when all tensors are known."""
-        return np.array([self.name_ids[name] for name, *_ in self.ids], np.int64)
+        return np.array([self.name_ids[name] for name, *_ in self.tensors], np.int64)
 
 
 class _FilePieces(NamedTuple):
@@ -196,12 +207,6 @@ class _FilePieces(NamedTuple):
     def tensor(self) -> Ints:
         """The number of the tensor of each piece."""
         return self.ids[self.columns.tensor]
-
-    def take(self, which: slice | Ints) -> tuple[Ints, ...]:
-        """Returns the columns of some pieces: tensor, start, stop, copy, offset, block, rank, tier."""
-        taken = self.columns.take(which)
-        rank, tier = np.full(len(taken), self.rank), np.full(len(taken), self.tier)
-        return self.ids[taken.tensor], taken.start, taken.stop, taken.copy, taken.offset, taken.block, rank, tier
 
 
 def _rows_of_part(files: Sequence[_FilePieces], name_of: Ints) -> tuple[Ints, Ints]:
@@ -240,13 +245,21 @@ def _pieces_of_chunk(
     placed: Sequence[tuple[_FilePieces, Ints | None, Sequence[int]]], number: int, name_of: Ints
 ) -> list[Ints]:
     """Returns the columns of all pieces of one chunk, which ``_rows`` gets. ``placed``: as in ``_chunks``."""
-    columns = []
+    chosen: list[tuple[_FilePieces, slice | Ints, int]] = []
     for file, order, first_pieces in placed:
-        pieces = slice(first_pieces[number], first_pieces[number + 1])
-        if pieces.start < pieces.stop:
-            columns.append(file.take(pieces if order is None else order[pieces]))
-    together = [np.concatenate(column, dtype=np.int64) for column in zip(*columns, strict=True)]
-    tensor, start, _, copy, *_ = together
+        first, end = first_pieces[number : number + 2]
+        if first < end:
+            chosen.append((file, slice(first, end) if order is None else order[first:end], end - first))
+    tensor = np.concatenate([file.ids[file.columns.tensor[pieces]] for file, pieces, _ in chosen])
+    start, stop, copy, offset, block = (
+        np.concatenate([getattr(file.columns, name)[pieces] for file, pieces, _ in chosen], dtype=np.int64)
+        for name in ("start", "stop", "copy", "offset", "block")
+    )
+    rank, tier = (
+        np.repeat([getattr(file, name) for file, *_ in chosen], [count for *_, count in chosen])
+        for name in ("rank", "tier")
+    )
+    together = (tensor, start, stop, copy, offset, block, rank, tier)
     order = np.lexsort((start, copy, name_of[tensor]))
     return [column[order] for column in together]
 
@@ -338,7 +351,7 @@ def catalog(rank_records: Sequence[RankRecord], save_id: str, metadata: SaveMeta
             pieces = _FilePieces(record.rank, data_file.tier, number, record.piece_columns[number], ids)
             parts.setdefault(data_file.part, []).append(pieces)
             files.append(File(record.rank, part_id, data_file.tier, *size, data_file.first_block, data_file.origin))
-    tensors, names = list(numbered.ids), tuple(numbered.name_ids)
+    tensors, names = numbered.tensors, tuple(numbered.name_ids)
     writer = IndexWriter()
     shapes: dict[tuple[int, ...], int] = {}
     grids: dict[Sections, int] = {(): 0}

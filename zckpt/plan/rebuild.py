@@ -12,7 +12,7 @@ from zckpt.format.digest import DIGEST_BYTES, blocks, digest
 from zckpt.format.limits import BLOCK_BYTES_MAX, BLOCK_BYTES_MIN
 from zckpt.format.names import split_piece_name
 from zckpt.format.rules import broken
-from zckpt.plan.catalog import FileRecord, PieceColumns, RankRecord, Tensor
+from zckpt.plan.catalog import FileRecord, PieceColumns, RankRecord, Tensor, packed_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -97,7 +97,8 @@ def rank_records(
             data_file = header.data_file
             size = (file.nbytes, header.data_start)
             records.append(FileRecord(data_file.part, data_file.tier, *size, first, number, data_file.origin))
-        rank_records.append(RankRecord(rank, digest(tables[rank]), tuple(tensors), tuple(columns), tuple(records)))
+        own = (packed_tensors(tensors), tuple(columns), tuple(records))
+        rank_records.append(RankRecord(rank, digest(tables[rank]), *own))
     return rank_records
 
 
