@@ -141,6 +141,7 @@ DASHES: dict[str, tuple[list[str], list[str]]] = {
     "prune": (["--keep-last", "1"], ["-run"]),
     "export": ([], ["-run", "-export"]),
     "convert": (["--to", "deepspeed"], ["-run", "-stock"]),
+    "doctor": ([], ["-run"]),
     "completion": ([], ["bash"]),
 }
 """The options of each command, and positional arguments that begin with a dash."""

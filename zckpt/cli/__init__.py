@@ -43,6 +43,7 @@ COMMANDS = {
     "export": "write the weights as a Hugging Face model, or as one file for torch.load",
     "convert": "convert a checkpoint of DeepSpeed to one of zckpt, or the other way",
     "run": "run a training script whose DeepSpeed engines and FSDP2 models save and load with zckpt",
+    "doctor": "show versions, limits and what a disk can do, for a bug report or before a long run",
     "completion": "print a script that completes zckpt's command lines in a shell",
 }
 """The names of the commands, and their lines in the list that ``zckpt --help`` prints. The module of a command has the

@@ -196,6 +196,32 @@ def trim_heap() -> None:
         libc.malloc_trim(0)
 
 
+def huge_pages() -> str | None:
+    """Returns for which memory the system uses huge pages: "always", "madvise" for memory whose program asks for them,
+    or "never". Returns None if the system does not report it."""
+    with suppress(OSError):
+        chosen = re.search(r"\[(\w+)\]", Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text())
+        return chosen[1] if chosen else None
+    return None
+
+
+def file_system(path: str) -> str | None:
+    """Returns the type of the file system of a file or directory, such as ``ext4`` or ``nfs4``. Returns None if the
+    system does not report it."""
+    if sys.platform != "linux":
+        return None
+    with suppress(OSError):
+        fd = os.open(path, os.O_PATH)
+        try:
+            mount = re.search(r"^mnt_id:\s+(\d+)$", Path(f"/proc/self/fdinfo/{fd}").read_text(), re.MULTILINE)
+        finally:
+            os.close(fd)
+        mounts = Path("/proc/self/mountinfo").read_text()
+        line = re.search(rf"^{mount[1]} .* - (\S+) ", mounts, re.MULTILINE) if mount else None
+        return line[1] if line else None
+    return None
+
+
 def boot_id() -> str | None:
     """Returns an id of the current boot of this machine, or None if the system does not report it. Host names would not
     suffice, because they may repeat."""
