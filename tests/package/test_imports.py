@@ -249,10 +249,6 @@ def test_no_test_module_imports_another() -> None:
         assert not {name for name in imported if ".test_" in name}, file
 
 
-def test_type_checkers_find_the_types_of_an_installed_package() -> None:
-    assert (ROOT / "py.typed").is_file()
-
-
 def test_mypy_expects_no_package_that_make_setup_does_not_install() -> None:
     """Otherwise mypy fails on a clean machine, and on no machine that has the package for another reason."""
     project = tomllib.loads((ROOT.parent / "pyproject.toml").read_text())
