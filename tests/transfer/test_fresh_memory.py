@@ -19,7 +19,7 @@ from tests.support.states import write_state
 from zckpt.plan.coalesce import STRAIGHT_BYTES_MIN
 from zckpt.storage.buffers import PAGE_BYTES
 from zckpt.system.linux import HUGE_BYTES_MIN, HUGE_PAGE_BYTES
-from zckpt.transfer.memory import fresh_tensor
+from zckpt.transfer.memory import SHARED_BYTES, fresh_tensor, fresh_tensors
 from zckpt.transfer.staging import StagingPool
 
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -42,6 +42,27 @@ def test_the_address_fits_the_file_and_the_storage_fits_the_tensor(
         alignment = HUGE_PAGE_BYTES if nbytes >= HUGE_BYTES_MIN else PAGE_BYTES
         assert tensor.data_ptr() % alignment == within
     assert (tensor.fill_(3) == 3).all()
+
+
+def test_small_tensors_that_are_adjacent_in_a_file_are_adjacent_in_memory() -> None:
+    dtypes = [torch.float64, torch.bfloat16, torch.float32, torch.uint8] * 100
+    shapes = [(number % 7, 3 * number) for number in range(len(dtypes))]
+    nbytes = [shape[0] * shape[1] * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True)]
+    offsets = (12288 + np.cumsum(nbytes) - nbytes).tolist()
+    tensors = fresh_tensors(shapes, dtypes, torch.device("cpu"), offsets)
+    for number, tensor in enumerate(tensors):
+        assert tensor.shape == shapes[number]
+        assert tensor.dtype == dtypes[number]
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes == nbytes[number]
+        assert tensor.data_ptr() % tensor.itemsize == 0
+        tensor.fill_(number % 200)
+    assert all((tensor == number % 200).all() for number, tensor in enumerate(tensors))
+
+    equal = fresh_tensors([(5000,)] * 200, [torch.float32] * 200, torch.device("cpu"), range(4096, 4004096, 20000))
+    addresses = np.array([tensor.data_ptr() for tensor in equal])
+    apart = np.flatnonzero(np.diff(addresses) != 20000)
+    assert len(apart) == 200 * 20000 // SHARED_BYTES
+    assert (addresses[apart + 1] % PAGE_BYTES == (4096 + (apart + 1) * 20000) % PAGE_BYTES).all()
 
 
 def test_a_tensor_without_dimensions_has_one_element() -> None:

@@ -106,7 +106,7 @@ def cp(
             contents = Contents(decode_manifest(origin, raw), reader, origin)
         else:
             raw, contents = spread.raw, spread.opened(peers)[1]
-        selected_keys = None if keys is None else contents.select(keys)
+        selected_keys = None if keys is None else list(contents.select(keys))
         if selected_keys == []:
             raise KeyNotFoundError("no key is given, so the copy would have no tensor", hint="keys=None copies all")
         copy = Copy(

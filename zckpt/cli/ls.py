@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     store, contents = find_and_open(arguments.path)
     with advised(store):
-        infos = [contents[key] for key in contents.select(arguments.keys or None)]
+        infos = list(contents.select(arguments.keys or None).values())
         rows = list(zip(infos, contents.holders(infos), strict=True))
     if arguments.sort == "key":
         rows.sort(key=lambda row: row[0].key)

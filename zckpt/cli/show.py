@@ -58,7 +58,7 @@ def _statistics(path: str, keys: Sequence[str]) -> tuple[list[TensorInfo], list[
 
     ranks = Ranks(call="zckpt show")
     checkpoint = ranks.together(lambda: zckpt.open(path), "open the checkpoint")
-    infos = ranks.together(lambda: [checkpoint[key] for key in checkpoint.contents.select(keys)], "find the tensors")
+    infos = ranks.together(lambda: list(checkpoint.contents.select(keys).values()), "find the tensors")
 
     def share_of_this_rank() -> tuple[str, list[tuple[Any, ...]]]:
         share = list(stretches(checkpoint, infos))[ranks.rank :: ranks.size]

@@ -206,15 +206,22 @@ class Contents(Mapping[str, TensorInfo]):
     def __len__(self) -> int:
         return sum(len(part.name_ids) for part in self.manifest.parts if part.name != STATE)
 
-    def select(self, keys: Keys) -> list[str]:
-        """Returns the keys that ``keys`` asks for. Raises KeyNotFoundError if one of them matches nothing."""
-        if keys is None or callable(keys):
-            return select(list(self), keys)
+    def select(self, keys: Keys) -> dict[str, TensorInfo]:
+        """Returns the tensors that ``keys`` asks for, by key. Raises KeyNotFoundError if a key, a glob or the predicate
+        matches nothing."""
         # A checkpoint may have very many keys, so they are not all listed to find one.
         if isinstance(keys, str) and keys in self:
-            return [keys]
-        keys = [keys] if isinstance(keys, str) else list(dict.fromkeys(keys))
-        return select(list(self), keys, self.manifest.aliases)
+            return {keys: self[keys]}
+        places = {
+            key: (part_id, row)
+            for part_id, part in enumerate(self.manifest.parts)
+            if part.name != STATE
+            for row, key in enumerate(f"{part.name}/{self.manifest.names[name]}" for name in part.name_ids)
+        }
+        if not (keys is None or callable(keys) or isinstance(keys, str)):
+            keys = list(dict.fromkeys(keys))
+        chosen = select(list(places), keys, self.manifest.aliases)
+        return {key: self._info(*places[key]) if key in places else self[key] for key in chosen}
 
     # The trees of non-tensor state
 

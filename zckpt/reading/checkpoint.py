@@ -22,7 +22,7 @@ from zckpt.plan.reshard import Wanted, piece_ranges
 from zckpt.progress import Progress, reported
 from zckpt.reading.extra_state import extra_state
 from zckpt.reading.state_dict import Values, own_rank, plan_load
-from zckpt.reading.targets import checked_target, empty_tensor
+from zckpt.reading.targets import checked_target, empty_tensors
 from zckpt.state.inventory import BUFFER, MASTER, PARAM, STATE, unconverted
 from zckpt.system.collector import without_collector
 from zckpt.transfer.budget import Budget, flag
@@ -267,7 +267,8 @@ class Checkpoint(Mapping[str, TensorInfo]):
             progress: an object that is told how many bytes are done, such as ``zckpt.ProgressBar()``.
 
         Returns:
-            The tensors by key. With ``out``, these are the tensors of ``out``. Otherwise, they are new tensors.
+            The tensors by key. With ``out``, these are the tensors of ``out``. Otherwise, they are new tensors. In host
+            memory, many small ones share about 1 MiB, which goes back to the system when the last of them is gone.
 
         Raises:
             KeyNotFoundError: ``keys`` matches nothing, or there is no tensor for a key of ``out``.
@@ -284,9 +285,7 @@ class Checkpoint(Mapping[str, TensorInfo]):
         targets = {} if out is None else out
         if not isinstance(targets, Mapping):
             raise TypeError(f"out must be a dict of tensors by key, such as 'master/embed', got {type(out).__name__}")
-        infos = {
-            key: self[key] for key in (targets if keys is None and out is not None else self.contents.select(keys))
-        }
+        infos = {key: self[key] for key in targets} if keys is None and out is not None else self.contents.select(keys)
         unused = [key for key in targets if key not in infos]
         if unused:
             raise MismatchError(f"out has {', '.join(unused[:5])}, which keys does not ask for", key=unused[0])
@@ -326,7 +325,7 @@ class Checkpoint(Mapping[str, TensorInfo]):
             ZckptError: the tensors cannot be loaded. ``load`` lists these errors.
         """
         device = check_device(device)
-        infos = {key: self[key] for key in self.contents.select(keys)}
+        infos = self.contents.select(keys)
         target_dtype = dtype_of(dtype)
         staging = self.staging([device])
         with (
@@ -374,7 +373,7 @@ class Checkpoint(Mapping[str, TensorInfo]):
         with self._advised():
             if device.type != "meta":
                 self.contents.check_sizes([info], self.budget.nbytes)
-            target = empty_tensor(info, shape, device, dtype_of(dtype))
+            (target,) = empty_tensors([info], [shape], device, [dtype_of(dtype)], [0])
             self.read([ReadRequest(info, span, target)], verify=verify)
         return target
 
@@ -398,7 +397,7 @@ class Checkpoint(Mapping[str, TensorInfo]):
         """
         device = check_device(device)
         requests: dict[tuple[str, int, int], ReadRequest] = {}
-        infos = {key: self[key] for key in self.contents.select(keys)}
+        infos = self.contents.select(keys)
         with self._advised():
             pieces_of_rank = {
                 key: [piece for piece in self.contents.pieces(info) if piece.rank == rank]
@@ -407,10 +406,13 @@ class Checkpoint(Mapping[str, TensorInfo]):
             copies = {(info.key, piece.copy): info for key, info in infos.items() for piece in pieces_of_rank[key]}
             if device.type != "meta":
                 self.contents.check_copies(list(copies.values()), [copy for _, copy in copies], self.budget.nbytes)
-            for key, info in infos.items():
-                for piece in pieces_of_rank[key]:
-                    target = empty_tensor(info, (piece.span.numel,), device)
-                    requests[key, piece.span.start, piece.span.stop] = ReadRequest(info, piece.span, target, piece.copy)
+            each = [(key, info, piece) for key, info in infos.items() for piece in pieces_of_rank[key]]
+            shapes = [(piece.span.numel,) for _, _, piece in each]
+            targets = empty_tensors(
+                [info for _, info, _ in each], shapes, device, [None] * len(each), [piece.offset for *_, piece in each]
+            )
+            for (key, info, piece), target in zip(each, targets, strict=True):
+                requests[key, piece.span.start, piece.span.stop] = ReadRequest(info, piece.span, target, piece.copy)
             self.read(list(requests.values()), verify=verify)
         return {place: request.target for place, request in requests.items()}
 
@@ -686,12 +688,16 @@ class Checkpoint(Mapping[str, TensorInfo]):
         unread = {name for name in infos if (existing[name].is_meta if name in existing else device.type == "meta")}
         read = (info for name, info in infos.items() if name not in unread)
         offsets = self.contents.check_sizes(read, self.budget.nbytes)
-        targets = {
-            name: existing[name]
-            if name in existing
-            else empty_tensor(info, info.shape, device, dtypes.get(name), offsets.get(info.key, 0))
-            for name, info in infos.items()
-        }
+        new = {name: info for name, info in infos.items() if name not in existing}
+        made = empty_tensors(
+            list(new.values()),
+            [info.shape for info in new.values()],
+            device,
+            [dtypes.get(name) for name in new],
+            [offsets.get(info.key, 0) for info in new.values()],
+        )
+        of_new = dict(zip(new, made, strict=True))
+        targets = {name: of_new[name] if name in of_new else existing[name] for name in infos}
         requests = [ReadRequest(info, all_of(info.shape), targets[name]) for name, info in infos.items()]
         self.read(requests, verify=verify, advance=advance, staging=staging)
         return targets

@@ -7,24 +7,31 @@ from typing import TYPE_CHECKING
 import torch
 
 from zckpt.errors import MismatchError
-from zckpt.transfer.memory import check_cast, fresh_tensor, lies_in_order
+from zckpt.transfer.memory import check_cast, fresh_tensors, lies_in_order
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from zckpt.listing.contents import TensorInfo
 
 
-def empty_tensor(
-    info: TensorInfo,
-    shape: tuple[int, ...],
+def empty_tensors(
+    infos: Sequence[TensorInfo],
+    shapes: Sequence[tuple[int, ...]],
     device: torch.device,
-    dtype: torch.dtype | None = None,
-    file_offset: int = 0,
-) -> torch.Tensor:
-    """Returns memory for elements of a tensor that begin at byte ``file_offset`` of a file. The caller has checked the
-    tensor's sizes, so that a wrong manifest cannot make this allocate more than the files hold. Raises CastError."""
-    stored = info.dtype
-    check_cast(stored, dtype or stored, info.key)
-    return fresh_tensor(shape, dtype or stored, device, file_offset)
+    dtypes: Sequence[torch.dtype | None],
+    file_offsets: Sequence[int],
+) -> list[torch.Tensor]:
+    """Returns memory for elements of each of ``infos``. They begin at a byte of ``file_offsets``, and keep their dtype
+    where ``dtypes`` has None. The caller has checked the tensors' sizes, so that a wrong manifest cannot make this
+    allocate more than the files hold. Raises CastError."""
+    stored = [info.dtype for info in infos]
+    for info, own, dtype in zip(infos, stored, dtypes, strict=True):
+        if dtype is not None:
+            check_cast(own, dtype, info.key)
+    return fresh_tensors(
+        shapes, [dtype or own for dtype, own in zip(dtypes, stored, strict=True)], device, file_offsets
+    )
 
 
 def checked_target(info: TensorInfo, target: torch.Tensor) -> torch.Tensor:

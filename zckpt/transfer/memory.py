@@ -7,12 +7,15 @@ import math
 import mmap
 import sys
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from functools import cache
+from itertools import repeat
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from zckpt.errors import CastError, StateError, ZckptError
+from zckpt.geometry import runs_of_equal
 from zckpt.plan.coalesce import STRAIGHT_BYTES_MIN
 from zckpt.storage.buffers import PAGE_BYTES
 from zckpt.system import linux
@@ -26,36 +29,91 @@ if TYPE_CHECKING:
     from zckpt.state.inventory import Fragment
     from zckpt.storage.buffers import Bytes
 
+SHARED_BYTES = 1 << 20
+"""About how many bytes of new small tensors share memory. If it were more, one tensor that is kept could keep more
+memory in use. From ``HUGE_BYTES_MIN`` on, a load of small tensors takes more of the processor's time."""
+TENSOR_ALIGNMENT_BYTES = 64
+"""The addresses of new tensors that share memory have the same remainder, divided by this, as their places in a file.
+It is a multiple of the size of every element."""
+
 
 def fresh_tensor(
     shape: Sequence[int], dtype: torch.dtype, device: torch.device | str, file_offset: int = 0
 ) -> torch.Tensor:
-    """Returns an uninitialised contiguous tensor. Raises DeviceError if the device has too little memory, and
-    MemoryError if the host has.
+    """Returns an uninitialised contiguous tensor, as ``fresh_tensors`` does."""
+    return fresh_tensors([shape], [dtype], torch.device(device), [file_offset])[0]
 
-    The address of a tensor of ``STRAIGHT_BYTES_MIN`` bytes or more in host memory has the same remainder, divided by
-    the size of a page, as ``file_offset``, unless its elements would then not be aligned. So direct I/O can read the
-    bytes at this offset of a file straight into the tensor.
 
-    A tensor of ``HUGE_BYTES_MIN`` bytes or more has memory of its own from the system, and begins in the first small
-    page of a huge page. malloc could return memory that was used before, and that is not in huge pages. A disk of a
-    virtual machine reads into small pages more slowly.
+def fresh_tensors(
+    shapes: Sequence[Sequence[int]],
+    dtypes: Sequence[torch.dtype],
+    device: torch.device,
+    file_offsets: Sequence[int],
+) -> list[torch.Tensor]:
+    """Returns uninitialised contiguous tensors, each with a storage of its own. Raises DeviceError if the device has
+    too little memory, and MemoryError if the host has.
+
+    In host memory, tensors of fewer than ``STRAIGHT_BYTES_MIN`` bytes that follow each other share rooms of about
+    ``SHARED_BYTES`` bytes. A room goes back to the system when the last of its tensors is gone. A larger tensor has a
+    room of its own. The address of a room has the same remainder, divided by the size of a page, as the file offset of
+    its first tensor, unless its elements would then not be aligned. The others are as far from it as in the file, if
+    they are adjacent there. So direct I/O can read bytes of the file straight into a large tensor, or into many small
+    ones at once.
+
+    A room of ``HUGE_BYTES_MIN`` bytes or more is memory of its own from the system, and begins in the first small page
+    of a huge page. malloc could return memory that was used before, and that is not in huge pages. A disk of a virtual
+    machine reads into small pages more slowly.
     """
-    if torch.device(device).type != "cpu":
-        return device_memory(shape, dtype, torch.device(device))
-    nbytes = math.prod(shape) * dtype.itemsize
-    if nbytes < STRAIGHT_BYTES_MIN:
-        return torch.empty(shape, dtype=dtype, device="cpu")
+    if device.type != "cpu":
+        return [device_memory(shape, dtype, device) for shape, dtype in zip(shapes, dtypes, strict=True)]
+    item = np.array([dtype.itemsize for dtype in dtypes], np.int64)
+    nbytes = np.array([math.prod(shape) for shape in shapes], np.int64) * item
+    within = np.array(file_offsets, np.int64) % PAGE_BYTES
+    within[within % item > 0] = 0
+    # The distance of each tensor from the first one, if there were only one room.
+    place = np.zeros_like(nbytes)
+    place[1:] = np.cumsum(nbytes[:-1] + (np.diff(within) - nbytes[:-1]) % TENSOR_ALIGNMENT_BYTES)
+    is_large = nbytes >= STRAIGHT_BYTES_MIN
+    begins = is_large.copy()  # which tensors are the first ones of a room
+    begins[1:] |= is_large[:-1] | (np.diff(place // SHARED_BYTES) > 0)
+    tensors: list[torch.Tensor] = []
+    for first, stop in runs_of_equal(np.cumsum(begins)):
+        if stop - first == 1 and not is_large[first]:
+            tensors.append(torch.empty(shapes[first], dtype=dtypes[first], device="cpu"))
+            continue
+        room = _room(int(place[stop - 1] + nbytes[stop - 1] - place[first]), int(within[first]))
+        starts = (place[first:stop] - place[first]).tolist()
+        tensors += map(_tensor_in, repeat(room), starts, shapes[first:stop], dtypes[first:stop])
+    return tensors
+
+
+def _tensor_in(room: Bytes, start: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Returns a tensor whose elements begin at byte ``start`` of ``room``. ``torch.save`` writes the whole storage of a
+    tensor, so the storage has the bytes of the tensor and no others."""
+    stored_as = _numpy_dtype(dtype)
+    tensor = torch.from_numpy(np.ndarray(shape, stored_as, room, start))
+    return tensor if tensor.dtype == dtype else tensor.view(dtype)
+
+
+@cache
+def _numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
+    """Returns the dtype of numpy that is ``dtype``, or integers of this size if numpy has no such dtype."""
+    try:
+        return torch.empty(0, dtype=dtype, device="cpu").numpy().dtype
+    except TypeError:
+        return np.dtype(f"i{dtype.itemsize}")
+
+
+def _room(nbytes: int, within: int) -> Bytes:
+    """Returns new memory as a 1-D uint8 array. Its address is ``within`` bytes after the start of a page, or of a huge
+    page if it has ``HUGE_BYTES_MIN`` bytes or more."""
     is_huge = nbytes >= linux.HUGE_BYTES_MIN
-    alignment, within = linux.HUGE_PAGE_BYTES if is_huge else PAGE_BYTES, file_offset % PAGE_BYTES
-    if within % dtype.itemsize:
-        within = 0
+    alignment = linux.HUGE_PAGE_BYTES if is_huge else PAGE_BYTES
     room = _map_memory(nbytes, within) if is_huge else np.empty(nbytes + alignment, np.uint8)
     first = (within - room.ctypes.data) % alignment
     if is_huge:
         linux.ask_for_huge_pages(room.ctypes.data, room.nbytes)
-    # `torch.save` writes the whole storage of a tensor. So the storage must have the bytes of the tensor and no others.
-    return torch.from_numpy(room[first : first + nbytes]).view(dtype).view(tuple(shape))
+    return room[first : first + nbytes]
 
 
 def _map_memory(nbytes: int, within: int) -> Bytes:
@@ -75,7 +133,9 @@ def _map_memory(nbytes: int, within: int) -> Bytes:
         # A huge page lies within one mapping. So a mapping that ends with the tensor has small pages after the last
         # whole huge page, and the rest of another huge page is not wasted. If the mapping cannot be cut, it stays as
         # long as it is, which does no other harm.
-        first = (within - np.frombuffer(mapped, np.uint8).ctypes.data) % linux.HUGE_PAGE_BYTES
+        # (`ctypes.data` of the array is a function of Python. A profiler that looks at its frame would keep the array.)
+        address = np.frombuffer(mapped, np.uint8).__array_interface__["data"][0]
+        first = (within - address) % linux.HUGE_PAGE_BYTES
         with suppress(OSError):
             mapped.resize(_whole_pages(first + nbytes))
     return np.frombuffer(mapped, np.uint8)
