@@ -14,50 +14,8 @@ Any process can make these:
     zckpt.validate(path)                 checks a checkpoint against the specification
     zckpt.report(paths, "report.html")   writes a page about one checkpoint, or about several of a run
 
-``README.md`` says what zckpt does, ``spec/format.md`` says what its files look like, and ``docs/architecture.md`` shows
-how a byte gets from an engine to the disk and back.
-
-This table is for people who change zckpt. It has the modules and folders of the package, from the lowest to the
-highest. Each imports only itself and the rows above it. This includes imports that are only for type checkers:
-
-    version    no torch, no I/O the version of the library
-    errors     no torch, no I/O all errors, and how an error of the operating system becomes one of them
-    progress   no torch         the progress that a caller gets while bytes move, and a progress bar that shows it
-    system     no torch         calls that only Linux has, joined threads, available memory, the garbage collector
-    geometry   no torch, no I/O the order of a tensor's elements: grids, boxes, spans, and how one order lies in another
-    format     no torch, no I/O encodes and decodes each file of the format as bytes, and checks rules and limits
-    state      no torch, no I/O the training state of one rank: fragments of tensors, and where they are
-    plan       no torch, no I/O pure functions that lay out files, plan writes and reads, select keys and reshard
-    ranks      no files         messages between ranks, and how a rank notices that another one has died
-    storage    torch late       the contract of a store, local directories, scratch files, the lock of a writer
-    transfer   -                carries out planned writes and reads: buffers, budget, copies to devices, digests
-    engines    -                the contract of an engine adapter, and a folder for each framework
-    offloading -                the steps of zckpt.offload: write and read storages, free them, watch their use
-    listing    torch late       what is in the directory of a run, and in each checkpoint, without its tensors
-    reading    -                what zckpt.open returns, which loads any part of a checkpoint as tensors
-    validation -                checks a checkpoint against the specification, and reports what it has found
-    repairing  -                the steps of zckpt.repair: find the data files, rebuild, compare, put in place
-    writing    -                the steps of zckpt.write: collect, agree, write files, commit
-    restoring  -                the steps of zckpt.restore: match tensors, plan, report what does not fit
-    exporting  -                the steps of zckpt.export: select, merge and convert tensors, write files
-    converting -                the steps of zckpt.convert: recognize a folder, read it, write it as a checkpoint
-    comparing  -                the steps of zckpt.diff: pair the tensors, plan the reads, compare values and trees
-    copying    -                the steps of zckpt.cp: plan the contents of each file, write the files, commit
-    cleaning   -                the steps of zckpt.gc and zckpt.prune: find what to remove, and remove it under a lock
-    tiers      -                several places: uploads, the choice of what is restored, reads from the nearest place
-    reporting  -                the steps of zckpt.report: compute statistics, collect what a page shows, write it
-    api        -                the functions that users call, a file for each task
-    dcp        -                a writer and a reader for PyTorch's distributed checkpoints
-    torchtitan -                torchtitan's manager of checkpoints, with zckpt in it
-    __init__   torch late       the public names
-    testing    -                a reference engine, and the test suites that each store and each engine has to pass
-    cli        torch late         the command line
-    __main__   torch late         what `python -m zckpt` runs
-
-"no torch": the module does not import torch while it runs. "no I/O": it does not call the operating system, but it may
-issue a Python warning. What it imports of zckpt makes the same promise. "torch late": it imports torch, and modules
-that import torch, only inside of functions, and not while it is imported itself. "no files": it does not open files
-itself. ``tests/package/test_imports.py`` reads this table, and fails for every import that the table does not allow.
+``README.md`` says what zckpt does, and ``spec/format.md`` says what its files look like. ``docs/architecture.md`` is
+for people who change zckpt. It has a table of the modules and folders, and says what each of them may import.
 """
 
 from __future__ import annotations

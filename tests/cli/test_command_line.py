@@ -16,8 +16,8 @@ from tests.support.states import engine_state, write_state
 from zckpt.cli import COMMANDS, main, make_parser
 
 SOUND = Path(__file__).parents[1] / "broken" / "sound"
-OPERATIONS = Path(__file__).parents[2] / "docs" / "operations.md"
-USAGES = re.findall(r"^```text\nzckpt (\w+)(.*)\n```$", OPERATIONS.read_text(), re.MULTILINE)
+PAGE = Path(__file__).parents[2] / "docs" / "commands.md"
+USAGES = re.findall(r"^```text\nzckpt (\w+)(.*)\n```$", PAGE.read_text(), re.MULTILINE)
 
 
 def zckpt(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -108,7 +108,7 @@ class Report:
         return {kind: dict(sums[kind]) for kind in WHAT if kind in sums}
 
     def to_json(self) -> str:
-        """Returns one line of JSON with the fields that ``docs/operations.md`` lists."""
+        """Returns one line of JSON with the fields that ``docs/commands.md`` lists."""
         fields: dict[str, Any] = {
             "path": self.path,
             "level": self.level,
