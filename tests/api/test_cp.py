@@ -238,7 +238,7 @@ def test_destinations_and_keys_that_are_refused(tmp_path: Path) -> None:
         zckpt.cp(tmp_path / "nothing", tmp_path / "b")
     with pytest.raises(zckpt.KeyNotFoundError, match="nearest are: master/big"):
         zckpt.cp(tmp_path / "run", tmp_path / "b", "master/bigg")
-    with pytest.raises(zckpt.KeyNotFoundError, match="the copy would have no tensor"):
+    with pytest.raises(zckpt.KeyNotFoundError, match="no tensor"):
         zckpt.cp(tmp_path / "run", tmp_path / "b", [])
     with pytest.raises(zckpt.UnsupportedError, match="scheme"):
         zckpt.cp(tmp_path / "run", "ftp://bucket/b")

@@ -77,7 +77,7 @@ def assert_converted(run: Path, by_deepspeed: dict[str, torch.Tensor]) -> None:
     model = Odd()
     assert zckpt.load_state_dict_from_zero_checkpoint(model, run) is model
     assert_same(weights, model.state_dict())
-    with pytest.warns(UserWarning, match="the checkpoint lacks 4 tensors: layers.0.weight, .*; the model lacks 12"):
+    with pytest.warns(UserWarning, match="lacks 4 tensors: layers.0.weight, .*lacks 12"):
         zckpt.load_state_dict_from_zero_checkpoint(Mlp(), run)
 
     for safe, suffix in ((False, "bin"), (True, "safetensors")):

@@ -276,7 +276,7 @@ def test_an_interrupt_while_the_state_is_copied_in_the_background(tmp_path: Path
     with mock.patch.object(io_write, "_put", interrupting_the_copy(io_write._put)):
         with pytest.raises(KeyboardInterrupt):
             zckpt.write(Engine(8 << 20), tmp_path / "c", budget=budget, background=True, snapshot_bytes=0)
-        with pytest.raises(zckpt.ZckptError, match="given up: it was interrupted"):
+        with pytest.raises(zckpt.ZckptError, match="interrupted"):
             zckpt.wait()
     assert everything(tmp_path) == {}
 
@@ -291,7 +291,7 @@ def test_latest_is_prepared_before_the_commit(tmp_path: Path) -> None:
     assert everything(tmp_path) == before
     with (
         faulty(Fault(BROKEN, names=("commit",), path=of_latest)),
-        pytest.raises(zckpt.StorageError, match="committed and whole; the file `latest` does not name it"),
+        pytest.raises(zckpt.StorageError, match=r"whole.* `latest`"),
     ):
         zckpt.write(Engine(step=3), tmp_path / "d")
     assert zckpt.open(tmp_path).step == 1
@@ -352,7 +352,7 @@ def test_deepspeeds_files_are_not_left_beside_a_checkpoint(tmp_path: Path) -> No
         (tmp_path / "c" / name).write_bytes(b"x")
     before = everything(tmp_path)
     with mock.patch.object(RankWrite, "write_data_files", side_effect=AssertionError("a byte was written")):
-        with pytest.raises(zckpt.CheckpointExistsError, match=r"DeepSpeed's own format here .*model_states\.pt"):
+        with pytest.raises(zckpt.CheckpointExistsError, match=r"DeepSpeed's own format .*model_states\.pt"):
             zckpt.write(Engine(), tmp_path / "c")
         with pytest.raises(zckpt.CheckpointExistsError, match="replace_deepspeed=True"):
             write_engine(Engine(), tmp_path / "c", WriteOptions(overwrite=True))
@@ -476,7 +476,7 @@ def refuse_old_muon(path: str) -> None:
     train(engine, 1)
     with (
         mock.patch("zckpt.engines.deepspeed.zero12.Zero12.changes_only_in_step", return_value=False),
-        pytest.raises(zckpt.UnsupportedError, match=r"Muon updates its momentum.*\n?.*snapshot='copy'"),
+        pytest.raises(zckpt.UnsupportedError, match=r"Muon .*\n?.*snapshot='copy'"),
     ):
         zckpt.write(engine, path, background=True, snapshot="lazy")
     assert not Path(path).exists()

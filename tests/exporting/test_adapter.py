@@ -208,20 +208,20 @@ def test_adapters_that_cannot_be_exported(tmp_path: Path) -> None:
     def find(names: list[str], adapter: str, **configs: str) -> None:
         Adapter.find(everything(names, {}), adapter, configs, "/ckpt")
 
-    with pytest.raises(zckpt.UnsupportedError, match="the model has no adapter"):
+    with pytest.raises(zckpt.UnsupportedError, match="no adapter"):
         find(["a.weight"], "default")
     names = [f"a.{name}" for name in ("lora_A.first.weight", "lora_B.first.weight", "base_layer.weight")]
-    with pytest.raises(zckpt.KeyNotFoundError, match="there is no adapter 'fist'") as missing:
+    with pytest.raises(zckpt.KeyNotFoundError, match="no adapter 'fist'") as missing:
         find(names, "fist")
     assert missing.value.hint == "the nearest are: first"
     with pytest.raises(zckpt.MismatchError, match="is not in the checkpoint") as unknown:
         find(names, "first")
     assert "give a folder with its adapter_config.json as `config`" in str(unknown.value)
-    with pytest.raises(zckpt.MismatchError, match="no weights of the adapter 'other'; it has those of: first"):
+    with pytest.raises(zckpt.MismatchError, match=r"no weights of the adapter 'other'.*: first"):
         find(names, "other", other='{"peft_type": "LORA"}')
-    with pytest.raises(zckpt.MismatchError, match=r"only a part of the adapter 'first': it lacks a\.lora_B"):
+    with pytest.raises(zckpt.MismatchError, match=r"adapter 'first': it lacks a\.lora_B"):
         find([name for name in names if "_B" not in name], "first", first='{"peft_type": "LORA"}')
-    with pytest.raises(zckpt.MismatchError, match=r"it lacks a\.lora_magnitude_vector"):
+    with pytest.raises(zckpt.MismatchError, match=r"lacks a\.lora_magnitude_vector"):
         find(names, "first", first='{"peft_type": "LORA", "use_dora": true}')
 
 

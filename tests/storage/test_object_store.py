@@ -464,7 +464,7 @@ def test_a_server_that_ignores_conditions_is_refused(
     run = f"s3://{rclone.bucket}/run"
     local = write_state(tmp_path / "c").path
     for call in (partial(zckpt.write, trained(1)), partial(zckpt.cp, local)):
-        with pytest.raises(UnsupportedError, match="ignores If-Match and If-None-Match") as caught:
+        with pytest.raises(UnsupportedError, match="If-Match and If-None-Match") as caught:
             call(f"{run}/c")
         assert "SeaweedFS" in (caught.value.hint or "")
         assert keys(rclone, run) == []

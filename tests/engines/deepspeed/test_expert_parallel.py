@@ -53,7 +53,7 @@ def test_every_division_restores_into_every_other_one(
 def write_half_trained(path: str) -> None:
     engine = make(2, 0, auto=True)
     engine.module.get_parameter("model.layers.0.mlp.experts.w3").requires_grad_(False)
-    with pytest.raises(zckpt.UnsupportedError, match=r"experts\.gate_up_proj, of which only one half is trained"):
+    with pytest.raises(zckpt.UnsupportedError, match=r"experts\.gate_up_proj"):
         zckpt.write(engine, path)
 
 

@@ -217,7 +217,7 @@ def restore_curriculum(path: str, clusters: str) -> list[Any]:
 
 def refuse_without_curriculum(path: str, clusters: str) -> None:
     engine, _ = make_curriculum(clusters, 1)
-    with pytest.raises(zckpt.MismatchError, match="data_sampler: none in the checkpoint"):
+    with pytest.raises(zckpt.MismatchError, match="data_sampler: none"):
         zckpt.restore(engine, path)
 
 

@@ -126,10 +126,10 @@ def write_without_description(path: str) -> None:
     engine = make(2, 1, way="mpu")
     for parameter in engine.module.parameters():
         parameter.tensor_model_parallel = False
-    with pytest.raises(zckpt.UnsupportedError, match=r"2 ranks, of which no parameter .*\n.*universal_checkpoint_info"):
+    with pytest.raises(zckpt.UnsupportedError, match=r"2 ranks.*\n.*universal_checkpoint_info"):
         zckpt.write(engine, path)
     engine.module.down.tensor_model_parallel, engine.module.down.partition_dim = True, 2
-    with pytest.raises(zckpt.UnsupportedError, match=r"down, whose partition_dim 2 or partition_stride 1 does not fit"):
+    with pytest.raises(zckpt.UnsupportedError, match=r"down, .*partition_dim 2.*partition_stride 1"):
         zckpt.write(engine, path)
     engine = make(2, 1, way="patterns")
     info = engine.module.universal_checkpoint_info()
@@ -144,7 +144,7 @@ def write_with_a_reason(path: str) -> None:
     engine = make(2, 1)
     described = engine.module.o.weight.ds_autotp_universal_checkpoint_meta
     described["conversion"]["unsupported_reason"] = "heads are shared"
-    with pytest.raises(zckpt.UnsupportedError, match=r"o\.weight, which AutoTP has cut: heads are shared"):
+    with pytest.raises(zckpt.UnsupportedError, match=r"o\.weight, .*AutoTP.*heads"):
         zckpt.write(engine, path)
 
 

@@ -80,7 +80,7 @@ def test_what_cannot_be_written_is_refused_by_name(tmp_path: Path, state_dict: A
 def test_a_state_dict_that_contains_itself(tmp_path: Path) -> None:
     around: dict[str, Any] = {}
     around["in"] = around
-    with pytest.raises(zckpt.StateError, match="in is a value that contains itself"):
+    with pytest.raises(zckpt.StateError, match="contains itself"):
         zckpt.write_state_dict(around, tmp_path / "c")
 
 
@@ -104,7 +104,7 @@ def test_what_does_not_fit_changes_nothing(tmp_path: Path, state_dict: Any, mess
 
 def test_a_tensor_without_memory_is_refused(tmp_path: Path) -> None:
     checkpoint = zckpt.open(zckpt.write_state_dict(nested(), tmp_path / "c"))
-    with pytest.raises(zckpt.MismatchError, match=r"model.tied is on the device meta"):
+    with pytest.raises(zckpt.MismatchError, match=r"model.tied .*device meta"):
         checkpoint.load_into({"model": {"tied": torch.zeros(5, 3, device="meta")}})
 
 
@@ -138,7 +138,7 @@ def test_weights_go_on_in_a_training(tmp_path: Path) -> None:
     model, other = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
     path = zckpt.write_state_dict(model.state_dict(), tmp_path / "c")
     state = zckpt.TrainState(other, torch.optim.SGD(other.parameters()))
-    with pytest.raises(zckpt.MismatchError, match=r"a state dict has no such state(?s:.*)parts=\["):
+    with pytest.raises(zckpt.MismatchError, match=r"no such state(?s:.*)parts=\["):
         zckpt.restore(state, path)
     zckpt.restore(state, path, parts=["param"])
     assert frozen(other.state_dict()) == frozen(model.state_dict())
@@ -225,7 +225,7 @@ def refusals(path: str) -> None:
     for state_dict, message in cases:
         with pytest.raises(zckpt.ZckptError, match=message):
             zckpt.write_state_dict(state_dict, path)
-    with pytest.raises(zckpt.RankError, match="the ranks have different per_rank arguments"):
+    with pytest.raises(zckpt.RankError, match="different per_rank arguments"):
         zckpt.write_state_dict({"v": 1}, path, per_rank=["v"] if rank else [])
 
 
