@@ -69,8 +69,8 @@ def test_a_write_that_cannot_remove_older_checkpoints_is_committed(tmp_path: Pat
 @pytest.mark.parametrize(
     ("numbers", "why"),
     [
-        ({"keep_last": 0}, "keep_last must be a whole number"),
-        ({"keep_last": 2, "keep_every": 1.5}, "keep_every must be a whole number"),
+        ({"keep_last": 0}, "keep_last must"),
+        ({"keep_last": 2, "keep_every": 1.5}, "keep_every must"),
         ({"keep_every": 10}, "pass keep_last too"),
     ],
 )

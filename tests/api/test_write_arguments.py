@@ -81,8 +81,8 @@ def without_memory() -> torch.Tensor:
     ("nothing", "why"),
     [
         (lambda: torch.empty(3, device="meta"), "is on the device meta"),
-        (without_memory, "needs 20 bytes of memory, and its storage has 0"),
-        (lambda: Coded(torch.zeros(3, dtype=torch.int8), torch.ones(1)), "is of the class Coded, whose values are not"),
+        (without_memory, r"needs 20 bytes .*has 0"),
+        (lambda: Coded(torch.zeros(3, dtype=torch.int8), torch.ones(1)), "class Coded"),
     ],
     ids=["meta", "freed", "subclass"],
 )
@@ -109,8 +109,8 @@ def test_tensors_without_values_are_refused_by_name(
 @pytest.mark.parametrize(
     ("data", "said"),
     [
-        (torch.ones(7), r"elements 0 to 8 do not lie one after the other in a tensor of shape \[7\]"),
-        (torch.ones(1).expand(8), r"tensor of shape \[8\] with strides \[0\]"),
+        (torch.ones(7), r"elements 0 to 8 .*shape \[7\]"),
+        (torch.ones(1).expand(8), r"shape \[8\] .*strides \[0\]"),
         (torch._neg_view(torch.ones(8)), "negated view"),
         (torch.ones(8, dtype=torch.complex64).conj(), "conjugated or negated view"),
     ],
@@ -313,13 +313,13 @@ def test_one_part_may_be_given_as_a_string(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("error", "message", "options"),
     [
-        (TypeError, "client_state must be a dict.*got list", {"client_state": [1]}),
+        (TypeError, r"client_state must .*list", {"client_state": [1]}),
         (ValueError, "pass background=True", {"snapshot": "lazy"}),
         (ValueError, "pass background=True", {"snapshot_bytes": 1 << 20}),
-        (ValueError, "snapshot_bytes must be a number of bytes", {"snapshot_bytes": "1GB", "background": True}),
-        (ValueError, "snapshot_bytes must be a number of bytes", {"snapshot_bytes": -1, "background": True}),
-        (TypeError, "budget must be a zckpt.Budget", {"budget": 5}),
-        (ValueError, "the engine has no part m; it has master", {"exclude": "m"}),
+        (ValueError, "snapshot_bytes must", {"snapshot_bytes": "1GB", "background": True}),
+        (ValueError, "snapshot_bytes must", {"snapshot_bytes": -1, "background": True}),
+        (TypeError, "budget must", {"budget": 5}),
+        (ValueError, r"no part m; .*master", {"exclude": "m"}),
     ],
 )
 def test_wrong_arguments_are_refused(

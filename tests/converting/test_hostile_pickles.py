@@ -133,13 +133,13 @@ def test_a_pickle_that_would_take_much_memory_or_time(
         (b"ccollections\nOrderedDict\n](N\x86N\x86ee\x85R", "cannot be read"),
         (
             b"cbuiltins\ngetattr\ncbuiltins\nint\n" + text(1) + b"\x86R",
-            "it asks for getattr of something that is not an enum",
+            "asks for getattr",
         ),
         (
             b"cbuiltins\ngetattr\n" + text(1) + text(1) + b"\x86R",
-            "it asks for getattr of something that is not an enum",
+            "asks for getattr",
         ),
-        (b"cbuiltins\ngetattr\nctorch\nTensor\n]\x86R", "it asks for getattr of something that is not an enum"),
+        (b"cbuiltins\ngetattr\nctorch\nTensor\n]\x86R", "asks for getattr"),
     ],
 )
 def test_a_pickle_that_would_end_the_process(tmp_path: Path, raw: bytes, match: str) -> None:
