@@ -82,7 +82,7 @@ def without_memory() -> torch.Tensor:
     [
         (lambda: torch.empty(3, device="meta"), "is on the device meta"),
         (without_memory, r"needs 20 bytes .*has 0"),
-        (lambda: Coded(torch.zeros(3, dtype=torch.int8), torch.ones(1)), "class Coded"),
+        (lambda: Coded(torch.zeros(3, dtype=torch.int8), torch.ones(1)), "is of the class Coded"),
     ],
     ids=["meta", "freed", "subclass"],
 )

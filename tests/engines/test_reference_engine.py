@@ -132,8 +132,8 @@ def freed() -> torch.Tensor:
 @pytest.mark.parametrize(
     ("given", "why"),
     [
-        (lambda: Coded(torch.zeros(65, dtype=torch.int8), torch.ones(1)), "class Coded"),
-        (lambda: Opaque(torch.zeros(65, dtype=torch.int8), torch.ones(1)), "class Opaque"),
+        (lambda: Coded(torch.zeros(65, dtype=torch.int8), torch.ones(1)), "is of the class Coded"),
+        (lambda: Opaque(torch.zeros(65, dtype=torch.int8), torch.ones(1)), "is of the class Opaque"),
         (freed, r"needs 260 bytes .*has 0"),
     ],
     ids=["composed", "opaque", "freed"],
