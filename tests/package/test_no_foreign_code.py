@@ -7,8 +7,6 @@ import ast
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-import pytest
-
 import zckpt
 from tests.support.names_in_code import full_names
 
@@ -72,9 +70,9 @@ def matches(name: str, pattern: str) -> bool:
     return not starts & {*SAFE} and any(fnmatchcase(start, pattern) for start in starts)
 
 
-@pytest.mark.parametrize("file", sorted(path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.py")))
-def test_a_module_names_nothing_that_could_execute_what_it_reads(file: str) -> None:
-    assert unsafe((ROOT / file).read_text()) == ALLOWED.get(file, set())
+def test_no_module_names_what_could_execute_what_it_reads() -> None:
+    found = {path.relative_to(ROOT).as_posix(): unsafe(path.read_text()) for path in ROOT.rglob("*.py")}
+    assert {file: patterns for file, patterns in found.items() if patterns} == ALLOWED
 
 
 PLANTED = """
@@ -136,9 +134,8 @@ from operator import attrgetter
 """
 
 
-@pytest.mark.parametrize("code", PLANTED.strip().splitlines())
-def test_every_way_to_execute_something_is_found(code: str) -> None:
-    assert unsafe(code)
+def test_every_way_to_execute_something_is_found() -> None:
+    assert [code for code in PLANTED.strip().splitlines() if not unsafe(code)] == []
 
 
 def test_harmless_code_is_not_taken_for_unsafe() -> None:

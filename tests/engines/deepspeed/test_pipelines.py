@@ -27,7 +27,7 @@ SETUPS: list[tuple[Setup, int]] = [
 """Engines, each with a number of ranks."""
 
 
-@pytest.mark.parametrize("there", range(len(SETUPS)))
+@pytest.mark.parametrize("there", [1, 3])
 def test_a_pipeline_restores_into_itself_and_into_another_one(cluster: Cluster, tmp_path: Path, there: int) -> None:
     check_division(cluster, str(tmp_path / "c"), "pipelines", SETUPS, there)
 
@@ -97,7 +97,7 @@ def test_what_cannot_be_kept_is_left_out(cluster: Cluster, tmp_path: Path) -> No
     assert zckpt.validate(tmp_path / "global_step1").ok
 
 
-@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("zero", [0, pytest.param(1, marks=pytest.mark.matrix)])
 def test_a_resumed_run_in_bf16_goes_on_bit_for_bit(cluster: Cluster, tmp_path: Path, zero: int) -> None:
     path, setup = str(tmp_path / "c"), {"stages": 2, "zero": zero, "dtype": "bf16"}
     assert cluster.run(write_bf16, 4, path, setup) == cluster.run(restore_bf16, 4, path, setup)

@@ -28,14 +28,13 @@ MPU: list[tuple[Setup, int]] = [
 """Engines, each with a number of ranks."""
 
 
-@pytest.mark.parametrize("there", range(len(AUTOTP)))
+@pytest.mark.parametrize("there", [1, 3])
 def test_a_division_restores_into_itself_and_into_another_one(cluster: Cluster, tmp_path: Path, there: int) -> None:
     check_division(cluster, str(tmp_path / "c"), "tensor_parallel", AUTOTP, there)
 
 
-@pytest.mark.parametrize("there", range(len(MPU)))
-def test_a_division_by_an_mpu_restores_into_another_one(cluster: Cluster, tmp_path: Path, there: int) -> None:
-    check_division(cluster, str(tmp_path / "c"), "tensor_parallel", MPU, there)
+def test_a_division_by_an_mpu_restores_into_another_one(cluster: Cluster, tmp_path: Path) -> None:
+    check_division(cluster, str(tmp_path / "c"), "tensor_parallel", MPU, 1)
 
 
 @pytest.mark.matrix
@@ -55,7 +54,10 @@ OTHERS: list[Setup] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("number", range(len(OTHERS)))
+@pytest.mark.parametrize(
+    "number",
+    [pytest.param(number, marks=[] if number in (1, 3) else pytest.mark.matrix) for number in range(len(OTHERS))],
+)
 def test_a_resumed_run_goes_on_bit_for_bit(cluster: Cluster, tmp_path: Path, number: int) -> None:
     path = str(tmp_path / "c")
     written = cluster.run(write_trained, 4, "tensor_parallel", path, OTHERS[number])
