@@ -210,7 +210,8 @@ def test_a_trainer_with_fsdp_resumes_bit_for_bit(tmp_path: Path) -> None:
     assert not [*tmp_path.rglob("*.distcp")]
 
 
-@pytest.mark.parametrize("with_what", [pytest.param("deepspeed", marks=pytest.mark.matrix), "fsdp"])
+@pytest.mark.matrix
+@pytest.mark.parametrize("with_what", ["deepspeed", "fsdp"])
 def test_accelerate_saves_and_loads_bit_for_bit(tmp_path: Path, with_what: str) -> None:
     assert launch("accelerated.py", tmp_path, with_what, "save")
     assert launch("accelerated.py", tmp_path, with_what, "load")
