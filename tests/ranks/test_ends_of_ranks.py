@@ -43,7 +43,7 @@ except zckpt.RankError as error:
 )
 def test_ranks_that_end_at_once_name_the_lost_rank(who: int, how: str, said: str) -> None:
     """The process of rank 0 has the store of the job, by which the ranks hear which one is lost."""
-    for rank, (status, out, errors) in enumerate(ends(LOST, who, how, ranks=4)):
+    for rank, (status, out, errors) in enumerate(ends(LOST, who, how, ranks=3)):
         if rank == who:
             assert status == (0 if how == "ends" else -signal.SIGKILL), errors
         else:
