@@ -71,7 +71,7 @@ def matches(name: str, pattern: str) -> bool:
 
 
 def test_no_module_names_what_could_execute_what_it_reads() -> None:
-    found = {path.relative_to(ROOT).as_posix(): unsafe(path.read_text()) for path in ROOT.rglob("*.py")}
+    found = {path.relative_to(ROOT).as_posix(): unsafe(path.read_text(encoding="utf-8")) for path in ROOT.rglob("*.py")}
     assert {file: patterns for file, patterns in found.items() if patterns} == ALLOWED
 
 
