@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 import signal
-import sys
-from contextlib import redirect_stderr, redirect_stdout
-from io import StringIO
 from typing import TYPE_CHECKING
 
 import pytest
 
 import zckpt
-from tests.support.endings import ended, ends, started
+from tests.support.endings import ended, ends, execute, started
 from tests.support.plain_engine import everything
 from zckpt.testing import ReferenceEngine
 
@@ -41,17 +38,6 @@ def write(**options):
     engine.train(1)
     return zckpt.write(engine, f"{near}/step{engine.steps}", copy_to=far, **options)
 """
-
-
-def execute(script: str, *arguments: object) -> tuple[str, str]:
-    """Runs a script on a rank whose process has imported all that it needs. Returns what it has printed on stdout and
-    stderr."""
-    out, errors = StringIO(), StringIO()
-    sys.argv = ["-c", *map(str, arguments)]
-    with redirect_stdout(out), redirect_stderr(errors):
-        exec(script, {"__name__": "__main__"})
-    return out.getvalue(), errors.getvalue()
-
 
 TOGETHER = """
 with faulty() as operations:
