@@ -130,7 +130,6 @@ def _nvme(request: pytest.FixtureRequest) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)  # The marker has to be there before pytest leaves tests out by their markers.
-@pytest.hookimpl(tryfirst=True)  # before pytest leaves out tests by their markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     long_tests = frozenset(LONG_TESTS.read_text().splitlines())
     for item in items:

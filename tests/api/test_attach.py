@@ -160,7 +160,7 @@ def save_as_deepspeed_would(directory: str) -> None:
     assert not (root / "epoch0" / "latest").exists()
 
     validation["tag_validation"] = ValidationMode.FAIL
-    with pytest.raises(zckpt.TagError, match="'of-0' on rank 0, 'of-1' on rank 1") as caught:
+    with pytest.raises(zckpt.TagError, match=r"'of-0' on rank 0.*'of-1' on rank 1") as caught:
         engine.save_checkpoint(directory, tag=f"of-{rank}")
     assert isinstance(caught.value, AssertionError)
     validation["tag_validation"] = ValidationMode.WARN
@@ -172,7 +172,7 @@ def save_as_deepspeed_would(directory: str) -> None:
         engine.save_checkpoint(directory, tag=f"quiet-{rank}", save_latest=False)
     assert not list(root.glob("*-1"))
     for wrong in ("", None):
-        with pytest.raises(ValueError, match="save_dir must be a non-empty path"):
+        with pytest.raises(ValueError, match="save_dir must"):
             engine.save_checkpoint(wrong)
     with pytest.raises(zckpt.RankError if rank == 0 else ValueError):
         engine.save_checkpoint("" if rank == 1 else directory)
@@ -244,7 +244,7 @@ def save_over_deepspeeds_and_without_an_optimizer(directory: str) -> None:
     assert_same(weights(engine), weights(evaluating))
     evaluating.save_checkpoint(directory, "weights", exclude_frozen_parameters=True)
     other = zckpt.attach(make_engine(seed=2, scheduler=True))
-    with pytest.raises(zckpt.MismatchError, match="optimizer: none in the checkpoint") as caught:
+    with pytest.raises(zckpt.MismatchError, match="optimizer: none") as caught:
         other.load_checkpoint(directory, "weights")
     for hint in (
         "load_module_only=True restores the weights alone",

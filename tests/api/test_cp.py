@@ -8,8 +8,6 @@ import io
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -23,6 +21,7 @@ from tests.support.apart import Apart
 from tests.support.faults import BROKEN, NO_SPACE, Fault, faulty, kill
 from tests.support.forks import fork, result_of
 from tests.support.litter import tree
+from tests.support.memory import peak_growth
 from tests.support.memory_store import in_memory
 from tests.support.progress import RecordedProgress
 from tests.support.spoil import SOUND
@@ -238,7 +237,7 @@ def test_destinations_and_keys_that_are_refused(tmp_path: Path) -> None:
         zckpt.cp(tmp_path / "nothing", tmp_path / "b")
     with pytest.raises(zckpt.KeyNotFoundError, match="nearest are: master/big"):
         zckpt.cp(tmp_path / "run", tmp_path / "b", "master/bigg")
-    with pytest.raises(zckpt.KeyNotFoundError, match="the copy would have no tensor"):
+    with pytest.raises(zckpt.KeyNotFoundError, match="no tensor"):
         zckpt.cp(tmp_path / "run", tmp_path / "b", [])
     with pytest.raises(zckpt.UnsupportedError, match="scheme"):
         zckpt.cp(tmp_path / "run", "ftp://bucket/b")
@@ -437,22 +436,17 @@ def test_a_disk_error_leaves_nothing(tmp_path: Path) -> None:
     assert tree(tmp_path) == before
 
 
+def growth(path: str, small: str, keys: str | None) -> int:
+    budget = zckpt.Budget(nbytes=16 << 20, threads=2)
+    zckpt.cp(small, f"{small}-copy", keys, budget=budget)
+    return peak_growth(lambda: zckpt.cp(path, f"{path}-copy", keys, budget=budget))
+
+
 @pytest.mark.linux
 @pytest.mark.parametrize("keys", [None, "master/*"], ids=["whole", "some"])
-def test_bounded_memory(tmp_path: Path, keys: str | None) -> None:
+def test_bounded_memory(cluster: Cluster, tmp_path: Path, keys: str | None) -> None:
     numel = 40 << 20
     write_state(tmp_path / "a", 1, {"a": torch.from_numpy(np.zeros(numel, np.float32))}, parts=("master",))
     write_state(tmp_path / "small", 1, {"a": (5,)})
-    script = """
-import sys, zckpt
-from tests.support.memory import peak_growth
-_, path, small, keys = sys.argv
-budget = zckpt.Budget(nbytes=16 << 20, threads=2)
-zckpt.cp(small, small + "-copy", keys or None, budget=budget)
-print(peak_growth(lambda: zckpt.cp(path, path + "-copy", keys or None, budget=budget)))
-"""
-    ran = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path / "a"), str(tmp_path / "small"), keys or ""],
-        capture_output=True, check=True, text=True, timeout=600,
-    )  # fmt: skip
-    assert int(ran.stdout) < 16 + 16 << 20 < 4 * numel
+    (grown,) = cluster.run(growth, 1, str(tmp_path / "a"), str(tmp_path / "small"), keys, init=False)
+    assert grown < 16 + 16 << 20 < 4 * numel

@@ -7,8 +7,6 @@ import io
 import json
 import os
 import signal
-import subprocess
-import sys
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,6 +15,7 @@ import torch
 
 import zckpt
 from tests.support.faults import Fault, faulty, kill
+from tests.support.memory import peak_growth
 from tests.support.progress import RecordedProgress
 from tests.support.states import write_state
 from zckpt.cli import main
@@ -289,8 +288,14 @@ def test_the_command_line(cluster: Cluster, tmp_path: Path, capsys: pytest.Captu
         assert f"must be a number of 0 or more, got '{rtol}'" in capsys.readouterr().err
 
 
+def growth(path: str) -> int:
+    budget = zckpt.Budget(nbytes=16 << 20, threads=2)
+    zckpt.diff(f"{path}/small/a", f"{path}/small/b", budget=budget)
+    return peak_growth(lambda: zckpt.diff(f"{path}/a", f"{path}/b", budget=budget))
+
+
 @pytest.mark.linux
-def test_bounded_memory(tmp_path: Path) -> None:
+def test_bounded_memory(cluster: Cluster, tmp_path: Path) -> None:
     numel = 30 << 20
     for name, world_size in (("a", 1), ("b", 3)):
         write_state(
@@ -298,15 +303,5 @@ def test_bounded_memory(tmp_path: Path) -> None:
             block_bytes=1 << 20,
         )  # fmt: skip
         write_state(tmp_path / "small" / name, world_size, {"a": (5,)})
-    script = """
-import sys, zckpt
-from tests.support.memory import peak_growth
-_, path = sys.argv
-budget = zckpt.Budget(nbytes=16 << 20, threads=2)
-zckpt.diff(path + "/small/a", path + "/small/b", budget=budget)
-print(peak_growth(lambda: zckpt.diff(path + "/a", path + "/b", budget=budget)))
-"""
-    ran = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, check=True, text=True, timeout=600
-    )
-    assert int(ran.stdout) < 16 + 16 << 20 < 4 * numel
+    (grown,) = cluster.run(growth, 1, str(tmp_path), init=False)
+    assert grown < 16 + 16 << 20 < 4 * numel

@@ -77,7 +77,7 @@ def assert_converted(run: Path, by_deepspeed: dict[str, torch.Tensor]) -> None:
     model = Odd()
     assert zckpt.load_state_dict_from_zero_checkpoint(model, run) is model
     assert_same(weights, model.state_dict())
-    with pytest.warns(UserWarning, match="the checkpoint lacks 4 tensors: layers.0.weight, .*; the model lacks 12"):
+    with pytest.warns(UserWarning, match="lacks 4 tensors: layers.0.weight, .*lacks 12"):
         zckpt.load_state_dict_from_zero_checkpoint(Mlp(), run)
 
     for safe, suffix in ((False, "bin"), (True, "safetensors")):
@@ -210,7 +210,8 @@ def test_a_trainer_with_fsdp_resumes_bit_for_bit(tmp_path: Path) -> None:
     assert not [*tmp_path.rglob("*.distcp")]
 
 
-@pytest.mark.parametrize("with_what", [pytest.param("deepspeed", marks=pytest.mark.matrix), "fsdp"])
+@pytest.mark.matrix
+@pytest.mark.parametrize("with_what", ["deepspeed", "fsdp"])
 def test_accelerate_saves_and_loads_bit_for_bit(tmp_path: Path, with_what: str) -> None:
     assert launch("accelerated.py", tmp_path, with_what, "save")
     assert launch("accelerated.py", tmp_path, with_what, "load")

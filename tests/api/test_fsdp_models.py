@@ -194,7 +194,7 @@ def save_in_part(directory: str) -> list[bool]:
     with mock.patch("zckpt.api.fsdp_models.save", side_effect=OSError), suppress(OSError):
         accelerator.save_state(directory)
     assert zckpt.open(f"{directory}/pytorch_model_fsdp_0").step == 2
-    with pytest.warns(UserWarning, match="are of step 2, and the optimizer's state is of step 1"):
+    with pytest.warns(UserWarning, match="step 2.*step 1"):
         accelerator.load_state(directory)
     loaded = optimizer.state[model.weight]["exp_avg"].full_tensor()
     return [torch.equal(model.weight.full_tensor(), saved), torch.equal(loaded, moments)]

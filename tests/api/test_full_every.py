@@ -188,14 +188,14 @@ def test_wrong_options_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         save_checkpoint = load_checkpoint = None
 
     for wrong in (0, -1, 1.5):
-        with pytest.raises(ValueError, match="full_every must be a whole number of 1 or more"):
+        with pytest.raises(ValueError, match="full_every must"):
             zckpt.attach(Attachable(), full_every=wrong)  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match="full_every must be a whole number of 1 or more"):
+        with pytest.raises(ValueError, match="full_every must"):
             zckpt.attach_all(full_every=wrong)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="reuse must be 'latest' or None"):
+    with pytest.raises(ValueError, match="reuse must"):
         zckpt.attach(Attachable(), reuse="/run")  # type: ignore[arg-type]
     monkeypatch.setenv("ZCKPT_BACKGROUND", "yes")
-    with pytest.raises(ValueError, match="ZCKPT_BACKGROUND must be 0 or 1, got 'yes'"):
+    with pytest.raises(ValueError, match=r"ZCKPT_BACKGROUND must.*'yes'"):
         zckpt.attach(Attachable())
 
 

@@ -167,7 +167,7 @@ def save_under_any_tag(directory: str) -> None:
         assert Path(run, "latest").read_text() == "first\n"
         other.load_checkpoint(run, tag)
         assert everything(other) == everything(engine)
-    with pytest.raises((ValueError, zckpt.RankError), match="would take the place of the file `latest`"):
+    with pytest.raises((ValueError, zckpt.RankError), match="place of the file `latest`"):
         engine.save_checkpoint(run, "latest/x")
     inner(engine).param_groups[0]["scale"] = rank  # as an optimizer computes it from its own partition
     with warnings.catch_warnings(record=True) as warned:
@@ -180,7 +180,7 @@ def save_under_any_tag(directory: str) -> None:
     )
     other.load_checkpoint(run)
     assert inner(other).param_groups[0]["scale"] == 0
-    with pytest.raises(zckpt.StateError, match="scale is 0 on rank 0, 1 on rank 1"):
+    with pytest.raises(zckpt.StateError, match=r"scale .*0 on rank 0.*1 on rank 1"):
         zckpt.write(engine, f"{directory}/written")
 
 
@@ -226,7 +226,7 @@ def tell_after_the_first_step(directory: str) -> None:
     refuse.unsupported = unsupported
     train(engine, 1)
     assert calls == []
-    with pytest.warns(UserWarning, match="save_checkpoint of this engine is going to fail: .*something new"):
+    with pytest.warns(UserWarning, match="save_checkpoint.*something new"):
         train(engine, 1, 1)
     train(engine, 2, 2)
     assert calls == [1]
@@ -246,7 +246,7 @@ def test_what_only_a_step_makes_is_told_after_the_first_step(cluster: Cluster, t
 def refuse_a_dtype(directory: str) -> None:
     engine = make_engine(stage=1)
     engine.module.register_buffer("scales", torch.empty(2, dtype=torch.quint8))
-    with pytest.raises(zckpt.UnsupportedError, match=r"scales of dtype torch.quint8, which safetensors does not know"):
+    with pytest.raises(zckpt.UnsupportedError, match=r"scales .*torch.quint8"):
         zckpt.attach(engine)
 
 
@@ -308,9 +308,9 @@ def save_two_engines_with_one_tag(directory: str) -> None:
     engines = [zckpt.attach(make_engine(seed=seed)) for seed in (0, 1)]
     first, second = engines
     first.save_checkpoint(directory, "mine")
-    with pytest.warns(UserWarning, match="two engines of this process write to"):
+    with pytest.warns(UserWarning, match="two engines"):
         second.save_checkpoint(directory, "other")
-    with pytest.warns(UserWarning, match="this save replaces .*mine, which another engine of this process has written"):
+    with pytest.warns(UserWarning, match="replaces .*mine.*another engine"):
         second.save_checkpoint(directory, "mine")
     engines.clear()
     del first, second

@@ -141,9 +141,9 @@ def test_one_process_says_which_machines_have_the_files(cluster: Cluster, tmp_pa
     cluster.run(on_disks, 2, ["a", "b"], str(tmp_path), write_twice, "disk://run")
     run, host = tmp_path / "a" / "run", socket.gethostname()
     machines = re.escape(f"({host} with ranks 0 and {host} with ranks 1): zckpt cp on all of them")
-    with pytest.raises(zckpt.MissingFileError, match=f"{machines}.*whole on this machine, newest first: {run}/older"):
+    with pytest.raises(zckpt.MissingFileError, match=f"{machines}.*newest first: {run}/older"):
         zckpt.open(run).load()
-    with pytest.raises(zckpt.MissingFileError, match=f"no checkpoint .* whole in these places.*{machines}"):
+    with pytest.raises(zckpt.MissingFileError, match=f"no checkpoint .*{machines}"):
         zckpt.open([run, tmp_path / "nothing"])
     messages = {finding.message for finding in zckpt.validate(run, level="structure").findings}
     assert messages == {f"the file is missing; it was on a disk of {host} with ranks 1"}
@@ -227,9 +227,9 @@ def test_what_no_machine_has_committed_is_settled_only_when_all_machines_are_the
     run = str(tmp_path)
     cluster.run(on_disks, 2, ["a", "b"], run, prepare_only, "disk://run/c")
     assert len(list(tmp_path.rglob("manifest.msgpack.*.tmp"))) == 2
-    with pytest.raises(zckpt.CheckpointExistsError, match="another machine may have committed"), own_disk(f"{run}/a"):
+    with pytest.raises(zckpt.CheckpointExistsError, match="another machine"), own_disk(f"{run}/a"):
         zckpt.write(ReferenceEngine(), "disk://run/c")
-    with pytest.raises(zckpt.CheckpointExistsError, match="another machine may have committed"):
+    with pytest.raises(zckpt.CheckpointExistsError, match="another machine"):
         zckpt.repair(tmp_path / "a" / "run" / "c")
     assert len(list(tmp_path.rglob("manifest.msgpack.*.tmp"))) == 2
     assert cluster.run(on_disks, 2, ["a", "b"], run, write_again, "disk://run/c") == [0, 0]

@@ -84,7 +84,7 @@ def go_on_with_others(directory: str, setup: dict[str, Any], stage: int) -> tupl
     zckpt.attach(engines[1], settings="engine").load_checkpoint(directory)
     assert everything(engines[0]) == everything(engines[1])
     zckpt.attach(engines[2], settings="engine").load_checkpoint(directory, load_lr_scheduler_states=False)
-    with pytest.raises((ValueError, zckpt.RankError), match="settings must be 'checkpoint' or 'engine', got 'mine'"):
+    with pytest.raises((ValueError, zckpt.RankError), match=r"settings must.*'mine'"):
         zckpt.restore(engines[0], directory, settings="mine")  # type: ignore[call-overload]
     steps = {float(state["step"]) for state in inner(engines[0]).state.values()}
     return logical(engines[0], MOMENTS), steps, [settings(engine) for engine in engines]
@@ -260,7 +260,7 @@ def follow_hints(directory: str) -> None:
     assert restored_by_hint(odd, directory, settings="engine") == ["state"]
     for layers in (2, 3):  # the last resort
         other = layers_engine(2, layers, None, lambda groups: torch.optim.SGD(groups, momentum=0.9), seed=1)
-        with pytest.raises(zckpt.MismatchError, match="AdamW in the checkpoint, SGD in the engine") as caught:
+        with pytest.raises(zckpt.MismatchError, match=r"AdamW.*SGD") as caught:
             zckpt.restore(other, directory)
         (parts,) = re.findall(r"parts=(\[.*?\]) restores the weights alone", str(caught.value))
         assert ("those that fit with strict=False" in str(caught.value)) == (layers == 3)

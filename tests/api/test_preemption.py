@@ -80,11 +80,11 @@ def train_until(last: zckpt.Preemption, engine: Any) -> None:
 
 def preempted_with_what_cannot_be_kept(run: str) -> None:
     engine = make_engine(stage=2)
-    with pytest.raises((TypeError, zckpt.RankError), match="client_state must be a dict"):
+    with pytest.raises((TypeError, zckpt.RankError), match="client_state must"):
         zckpt.on_preemption(engine, client_state=[1])  # type: ignore[arg-type]
     last = zckpt.on_preemption(engine, f"{run}/last", client_state={"epoch": 3, "fn": print}, exit=False)
     send()
-    with pytest.warns(UserWarning, match=r"left out of the checkpoints .*: client_state.fn: builtin_function"):
+    with pytest.warns(UserWarning, match=r"left out .*: client_state.fn: builtin_function"):
         train_until(last, engine)
     assert zckpt.open(run).state["client_state"] == {"epoch": 3}
 
@@ -378,7 +378,7 @@ def preempted_and_copied(run: str) -> object:
 
 def test_the_last_checkpoint_is_copied(tmp_path: Path) -> None:
     """A machine that is taken away takes its disk with it."""
-    with pytest.raises(zckpt.UnsupportedError, match="there is no store for the scheme 'nowhere'"):
+    with pytest.raises(zckpt.UnsupportedError, match="scheme 'nowhere'"):
         zckpt.on_preemption(ReferenceEngine(), copy_to="nowhere://run")
     assert preempted_and_copied(str(tmp_path)) == 128 + signal.SIGTERM
     assert zckpt.open(tmp_path / "far").step == 1

@@ -39,7 +39,7 @@ def test_the_newest_checkpoints_stay(tmp_path: Path, keep: int) -> None:
         assert zckpt.validate(tmp_path / name).ok
     assert zckpt.open(tmp_path).step == 3
     for wrong in (0, -1, 1.5):
-        with pytest.raises(ValueError, match="keep_last must be a whole number of 1 or more"):
+        with pytest.raises(ValueError, match="keep_last must"):
             zckpt.prune(tmp_path, keep_last=wrong)  # type: ignore[arg-type]
 
 
@@ -263,7 +263,7 @@ def test_the_path_of_one_checkpoint_is_refused(tmp_path: Path) -> None:
     assert str(tmp_path) in str(caught.value.hint)
     with pytest.raises(CheckpointNotFoundError):
         zckpt.prune(tmp_path / "nothing", keep_last=1)
-    with pytest.raises(ValueError, match="keep_every must be a whole number"):
+    with pytest.raises(ValueError, match="keep_every must"):
         zckpt.prune(tmp_path, keep_last=1, keep_every=0)
     assert zckpt.validate(tmp_path).ok
 

@@ -152,7 +152,7 @@ def write_or_fail(path: str) -> None:
 
 def test_the_state_of_one_rank_may_be_wrong_or_missing(cluster: Cluster, tmp_path: Path) -> None:
     cluster.run(write_or_fail, 2, str(tmp_path))
-    with pytest.raises(IndexError, match="there is no rank 2: ranks 0 to 1 have written"):
+    with pytest.raises(IndexError, match="no rank 2"):
         zckpt.open(tmp_path / "partly").client_rank_state(2)
 
 
@@ -203,5 +203,5 @@ def test_a_tree_in_which_it_is_not_a_map_is_a_format_error(tmp_path: Path, engin
             return {"client_rank_state": [1]}
 
     zckpt.write(Other(), tmp_path / "c")
-    with pytest.raises(zckpt.FormatError, match="client_rank_state of rank 0 is not a map"):
+    with pytest.raises(zckpt.FormatError, match="client_rank_state of rank 0"):
         zckpt.open(tmp_path / "c").client_rank_state(0)

@@ -80,11 +80,11 @@ def test_each_rank_gets_its_own_state(cluster: Cluster, tmp_path: Path) -> None:
 
 def test_objects_and_names_that_cannot_be_registered() -> None:
     engine, position = with_position()
-    with pytest.raises(ValueError, match="another object is registered as 'train'"):
+    with pytest.raises(ValueError, match="registered as 'train'"):
         zckpt.register(engine, "train", Position())
-    with pytest.raises(TypeError, match=r"list has no state_dict and no load_state_dict.*StatefulDataLoader"):
+    with pytest.raises(TypeError, match=r"list .*load_state_dict.*StatefulDataLoader"):
         zckpt.register(engine, "validate", [])  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="name must be a string, got int"):
+    with pytest.raises(TypeError, match=r"name must .*int"):
         zckpt.register(engine, 1, position)  # type: ignore[arg-type]
     with pytest.raises(zckpt.UnsupportedError, match="not a training engine"):
         zckpt.register({}, "train", position)
@@ -118,7 +118,7 @@ def restore_without_a_state(path: str) -> None:
     if rank() == 1:  # only this rank registers an object that was not saved
         zckpt.register(engine, "more", more)
     before = {key: tensor.clone() for key, tensor in tensors_of(engine).items()}
-    with pytest.raises(zckpt.MismatchError if rank() else zckpt.RankError, match="no state of 'more', registered"):
+    with pytest.raises(zckpt.MismatchError if rank() else zckpt.RankError, match="no state of 'more'"):
         zckpt.restore(engine, path)
     assert same_all(tensors_of(engine), before)
     assert position.loaded == []
@@ -130,7 +130,7 @@ def test_a_name_that_the_checkpoint_lacks_is_an_error(cluster: Cluster, tmp_path
     cluster.run(restore_without_a_state, 2, str(tmp_path / "c"))
     path = zckpt.write(ReferenceEngine(), tmp_path / "without")
     engine, _ = with_position()
-    with pytest.raises(zckpt.MismatchError, match="to begin anew with such an object, register it after the restore"):
+    with pytest.raises(zckpt.MismatchError, match="register it after"):
         zckpt.restore(engine, path)
     (message,) = warnings_of(lambda: zckpt.restore(engine, path, strict=False))
     assert "no state of 'train', registered" in message
@@ -235,7 +235,7 @@ def save_and_load(directory: str) -> None:
     assert warnings_of(lambda: train(third, 1)) == []
 
     zckpt.detach(engine).save_checkpoint(f"{directory}-theirs")
-    with pytest.raises(zckpt.MismatchError, match="DeepSpeed's own format, which has no state of 'train'"):
+    with pytest.raises(zckpt.MismatchError, match=r"DeepSpeed's own format.* no state of 'train'"):
         other.load_checkpoint(f"{directory}-theirs")
     fourth = zckpt.attach(make_engine(stage=2, seed=3))
     fourth.load_checkpoint(f"{directory}-theirs")

@@ -150,7 +150,7 @@ def test_everything_but_the_data_is_rebuilt(written: Written) -> None:
 def test_damaged_data_stays_damaged(written: Written, lost: bool) -> None:
     flip(data_file(written), -1)
     (written.path / "manifest.msgpack" if lost else data(written) / "index.bin").unlink()
-    with pytest.raises(RepairError, match=r"master\.safetensors: bytes .* are damaged"):
+    with pytest.raises(RepairError, match=r"master\.safetensors: bytes .*damaged"):
         zckpt.repair(written.path)
     report = zckpt.repair(written.path, accept_unverified=True)
     assert len(report.unverified) == 1
@@ -177,9 +177,7 @@ def test_one_missing_file_is_noticed(written: Written, lost: bool) -> None:
     # The file has a further copy of a tensor. No elements are missing without it.
     (data(written) / "rank-00001" / "buffer.safetensors").unlink()
     (written.path / "manifest.msgpack" if lost else data(written) / "index.bin").unlink()
-    with pytest.raises(
-        RepairError, match="rank-00001: it has no sound digest table" if lost else "buffer.* is missing"
-    ):
+    with pytest.raises(RepairError, match="rank-00001: .*digest table" if lost else "buffer.* is missing"):
         zckpt.repair(written.path)
 
 
@@ -190,7 +188,7 @@ def test_a_table_that_does_not_fit_verifies_nothing(written: Written, damage: st
     table = data(written) / "rank-00001" / "digests.bin"
     raw = table.read_bytes()
     table.write_bytes({"first digest": bytes(16) + raw[16:], "one too many": raw + raw[:16]}.get(damage, raw[:-16]))
-    with pytest.raises(RepairError, match="rank-00001: it has no sound digest table") as caught:
+    with pytest.raises(RepairError, match=r"rank-00001: .*digest table") as caught:
         zckpt.repair(written.path)
     assert "rank-00000" not in str(caught.value)
     zckpt.repair(written.path, accept_unverified=True)
@@ -213,7 +211,7 @@ def test_files_of_two_saves_are_refused(written: Written, tmp_path: Path) -> Non
         zckpt.repair(written.path, accept_unverified=True)
     smaller = write_state(tmp_path / "smaller", 2)
     shutil.copy(data_file(smaller), data_file(written))
-    with pytest.raises(RepairError, match="files are of several saves"):
+    with pytest.raises(RepairError, match="several saves"):
         zckpt.repair(written.path)
     shutil.copytree(tmp_path / "other" / f"data-{other.save_id}", written.path / f"data-{other.save_id}")
     with pytest.raises(RepairError, match="data of 2 saves") as caught:
@@ -287,7 +285,7 @@ def test_an_impossible_world_size_is_refused(written: Written) -> None:
         assert raw.count(b'"zckpt.world_size":"3"') == 1
         header = raw[:4096].replace(b'size":"3"', b'size":"' + b"9" * 99 + b'"').rstrip()
         file.write_bytes(header.ljust(4096) + raw[4096:])
-    with pytest.raises(RepairError, match="of several saves, or of none"):
+    with pytest.raises(RepairError, match="several saves, or"):
         zckpt.repair(written.path, accept_unverified=True)
 
 
@@ -341,7 +339,7 @@ def test_a_manifest_that_contradicts_the_files_is_refused(tmp_path: Path) -> Non
     before = {file: file.read_bytes() for file in path.rglob("*") if file.is_file()}
     with pytest.raises(RepairError):  # one file seems damaged, because the table has the digest of the other
         zckpt.repair(path)
-    with pytest.raises(RepairError, match=r"(?s)D001 .*begin at.*take the manifest away"):
+    with pytest.raises(RepairError, match=r"(?s)D001 .*the manifest away"):
         zckpt.repair(path, accept_unverified=True)
     assert {file: file.read_bytes() for file in path.rglob("*") if file.is_file()} == before
     (path / "manifest.msgpack").unlink()

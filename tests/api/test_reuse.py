@@ -384,7 +384,7 @@ def test_a_repair_changes_no_shared_file(engine: Tuned, tmp_path: Path, lost: st
         next(second.glob("data-*/index.bin")).write_bytes(b"nothing")
     output = tmp_path / "whole" if elsewhere else None
     if lost == "both":  # nothing proves that the shared file belongs there
-        with pytest.raises(zckpt.RepairError, match="no digest table lists it"):
+        with pytest.raises(zckpt.RepairError, match="no digest table"):
             zckpt.repair(second, output=output, accept_unverified=True)
         return
     report = zckpt.repair(second, output=output)
@@ -408,7 +408,7 @@ def test_a_file_that_belongs_elsewhere_is_not_taken_for_a_shared_one(engine: Tun
     with pytest.raises(zckpt.RepairError):
         zckpt.repair(second, accept_unverified=True)
     (second / names.MANIFEST).unlink()
-    with pytest.raises(zckpt.RepairError, match="no digest table lists it"):
+    with pytest.raises(zckpt.RepairError, match="no digest table"):
         zckpt.repair(second, accept_unverified=True)
 
 
@@ -440,7 +440,7 @@ def test_a_copy_of_a_file_that_was_read_back_is_read_back_too(tmp_path: Path) ->
     content = bytearray(data_file(tmp_path / "copy").read_bytes())
     content[len(content) // 2] ^= 1
     data_file(tmp_path / "copy").write_bytes(content)
-    with pytest.warns(UserWarning, match="is damaged on the disk, so it is not shared"):
+    with pytest.warns(UserWarning, match="is damaged.* not shared"):
         zckpt.write(engine, tmp_path / "3", reuse=tmp_path / "copy")
     assert zckpt.validate(tmp_path / "3").ok
 
@@ -461,7 +461,7 @@ def test_a_damaged_file_is_written_anew(tmp_path: Path, damage: str, background:
         zckpt.write(engine, tmp_path / "2", background=background)
         zckpt.wait()
 
-    with pytest.warns(UserWarning, match=r"param\.safetensors is damaged on the disk, so it is not shared"):
+    with pytest.warns(UserWarning, match=r"param\.safetensors is damaged.* not shared"):
         write()
     assert zckpt.validate(tmp_path / "2").ok
     assert_holds(tmp_path / "2", engine.full)

@@ -12,6 +12,7 @@ import torch
 
 import zckpt
 from tests.support.models import make_engine, train
+from tests.support.names_in_code import Code
 from tests.support.runs import AFTER, BEFORE, assert_same, tensors_of
 
 if TYPE_CHECKING:
@@ -20,7 +21,10 @@ if TYPE_CHECKING:
     from tests.support.cluster import Cluster
 
 PACKAGE = Path(zckpt.__file__).parent
-MAKERS = {"arange", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn", "tensor", "zeros"}
+MAKERS = {
+    f"torch.{name}"
+    for name in ("arange", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn", "tensor", "zeros")
+}
 """The functions of torch that zckpt might call and that take the default device."""
 
 
@@ -96,14 +100,21 @@ def test_no_call_depends_on_the_defaults(
     use_all_calls_of_one_process(str(tmp_path), device, dtype)
 
 
+def without_device(source: str) -> list[int]:
+    """Returns the lines that call one of ``MAKERS`` without ``device``."""
+    tree = ast.parse(source)
+    code = Code(tree)
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and code.meanings(node.func) & MAKERS]
+    return [call.lineno for call in calls if "device" not in {keyword.arg for keyword in call.keywords}]
+
+
 def test_every_new_tensor_names_its_device() -> None:
     unnamed = [
-        f"{file.relative_to(PACKAGE)}:{call.lineno}"
+        f"{file.relative_to(PACKAGE)}:{line}"
         for file in PACKAGE.rglob("*.py")
         if file.parent.name != "testing"  # The reference engine takes the defaults, as engines of frameworks do.
-        for call in ast.walk(ast.parse(file.read_text()))
-        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in MAKERS
-        if isinstance(call.func.value, ast.Name) and call.func.value.id == "torch"
-        if "device" not in {keyword.arg for keyword in call.keywords}
+        for line in without_device(file.read_text())
     ]
     assert unnamed == []
+    named = "import torch as t; from torch import zeros as z; empty = t.empty\n"
+    assert without_device(named + "t.ones(1)\nz(1)\nempty(1)\nt.ones(1, device=d)\nx.ones(1)") == [2, 3, 4]

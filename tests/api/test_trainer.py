@@ -211,7 +211,7 @@ assert trainer.get_last_checkpoint is get_last_checkpoint
 def test_a_module_without_the_expected_functions_is_left_alone_with_a_warning() -> None:
     module = ModuleType("transformers.trainer_utils")
     module.get_last_checkpoint = lambda folder: folder  # type: ignore[attr-defined]
-    with pytest.warns(UserWarning, match="trainer_utils has no rotate_checkpoints and no sort_checkpoints"):
+    with pytest.warns(UserWarning, match="trainer_utils .*rotate_checkpoints.*sort_checkpoints"):
         frameworks._replace_in(module)
 
 

@@ -278,7 +278,7 @@ def test_a_storage_counts_once_and_with_all_its_bytes() -> None:
         zckpt.PlacementEntry(0, "exp_avg", "int32", "pageable", 12, None),
     )
     assert placement.total("pageable") == 1036
-    with pytest.raises(ValueError, match="there is no tier 'gpu'; the tiers are device, pinned"):
+    with pytest.raises(ValueError, match=r"no tier 'gpu'.*device, pinned"):
         placement.total("gpu")
 
 

@@ -81,8 +81,8 @@ def without_memory() -> torch.Tensor:
     ("nothing", "why"),
     [
         (lambda: torch.empty(3, device="meta"), "is on the device meta"),
-        (without_memory, "needs 20 bytes of memory, and its storage has 0"),
-        (lambda: Coded(torch.zeros(3, dtype=torch.int8), torch.ones(1)), "is of the class Coded, whose values are not"),
+        (without_memory, r"needs 20 bytes .*has 0"),
+        (lambda: Coded(torch.zeros(3, dtype=torch.int8), torch.ones(1)), "is of the class Coded"),
     ],
     ids=["meta", "freed", "subclass"],
 )
@@ -109,8 +109,8 @@ def test_tensors_without_values_are_refused_by_name(
 @pytest.mark.parametrize(
     ("data", "said"),
     [
-        (torch.ones(7), r"elements 0 to 8 do not lie one after the other in a tensor of shape \[7\]"),
-        (torch.ones(1).expand(8), r"tensor of shape \[8\] with strides \[0\]"),
+        (torch.ones(7), r"elements 0 to 8 .*shape \[7\]"),
+        (torch.ones(1).expand(8), r"shape \[8\] .*strides \[0\]"),
         (torch._neg_view(torch.ones(8)), "negated view"),
         (torch.ones(8, dtype=torch.complex64).conj(), "conjugated or negated view"),
     ],
@@ -263,13 +263,13 @@ def test_client_state_is_converted_to_plain_values(tmp_path: Path) -> None:
 
 def test_client_state_is_converted_to_plain_values_with_one_warning(tmp_path: Path) -> None:
     for key, (given, expected, said) in TOLD.items():
-        with pytest.warns(UserWarning, match="come back in a plain form") as warned:
+        with pytest.warns(UserWarning, match="plain form") as warned:
             actual = kept(tmp_path / "c", {key: given, "list": [1]})
         assert same(actual[key], expected), key
         assert said in str(warned[0].message)
         assert len(warned) == 1
         assert warned[0].filename == __file__
-    with pytest.warns(UserWarning, match=r"client_state.delta \(timedelta\) as float, .* and [0-9]+ more$") as warned:
+    with pytest.warns(UserWarning, match=r"client_state.delta .*float, .* and [0-9]+ more$") as warned:
         kept(tmp_path / "c", {key: given for key, (given, *_) in TOLD.items()})
     assert len(warned) == 1
 
@@ -296,7 +296,7 @@ def test_a_configuration_of_omegaconf_is_kept_as_it_was_written(tmp_path: Path) 
 
 
 def test_an_unknown_part_to_leave_out_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no part moments; it has master, exp_avg"):
+    with pytest.raises(ValueError, match=r"no part moments.*master, exp_avg"):
         zckpt.write(Engine(), tmp_path / "c", exclude=["moments"])
     with pytest.raises(ValueError, match="'refuse' or 'drop'"):
         zckpt.write(Engine(), tmp_path / "c", pending_gradients="keep")  # type: ignore[call-overload]
@@ -313,13 +313,13 @@ def test_one_part_may_be_given_as_a_string(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("error", "message", "options"),
     [
-        (TypeError, "client_state must be a dict.*got list", {"client_state": [1]}),
+        (TypeError, r"client_state must .*list", {"client_state": [1]}),
         (ValueError, "pass background=True", {"snapshot": "lazy"}),
         (ValueError, "pass background=True", {"snapshot_bytes": 1 << 20}),
-        (ValueError, "snapshot_bytes must be a number of bytes", {"snapshot_bytes": "1GB", "background": True}),
-        (ValueError, "snapshot_bytes must be a number of bytes", {"snapshot_bytes": -1, "background": True}),
-        (TypeError, "budget must be a zckpt.Budget", {"budget": 5}),
-        (ValueError, "the engine has no part m; it has master", {"exclude": "m"}),
+        (ValueError, "snapshot_bytes must", {"snapshot_bytes": "1GB", "background": True}),
+        (ValueError, "snapshot_bytes must", {"snapshot_bytes": -1, "background": True}),
+        (TypeError, "budget must", {"budget": 5}),
+        (ValueError, r"no part m; .*master", {"exclude": "m"}),
     ],
 )
 def test_wrong_arguments_are_refused(
@@ -339,7 +339,7 @@ TAGS = ["../x", "", ".", "/abs/x", "a\nb", "n" * 300, "\udcff", "latest", "lates
 @pytest.mark.parametrize("tag", TAGS)
 def test_a_tag_that_latest_cannot_name_is_refused(tmp_path: Path, tag: str) -> None:
     run = tmp_path / "run"
-    with pytest.raises(ValueError, match=r"(?s)the file `latest`.*save_latest=False, writes it without") as caught:
+    with pytest.raises(ValueError, match=r"(?s)`latest`.*save_latest=False") as caught:
         write_engine(Engine(), os.path.join(run, tag), WriteOptions(run=run))
     assert type(caught.value) is ValueError, "and not that the checkpoint is damaged"
     assert everything(tmp_path) == {}
@@ -349,9 +349,7 @@ def test_a_tag_that_latest_cannot_name_is_refused(tmp_path: Path, tag: str) -> N
 
 def test_a_directory_named_latest_is_refused(tmp_path: Path) -> None:
     (tmp_path / "latest").mkdir()
-    with pytest.raises(
-        CheckpointExistsError, match=f"directory is in the place of the file `latest`.*{tmp_path}/latest"
-    ):
+    with pytest.raises(CheckpointExistsError, match=f"directory .*`latest`.*{tmp_path}/latest"):
         zckpt.write(Engine(), tmp_path / "c")
     assert everything(tmp_path) == {"latest": None}
     (tmp_path / "latest").rmdir()
@@ -383,9 +381,7 @@ def test_no_checkpoint_hides_others(tmp_path: Path, name: str, latest: bool) -> 
     zckpt.write(Engine(step=3), other, latest=latest)
     zckpt.write(Engine(step=4), other, latest=latest, overwrite=True)
     before = everything(tmp_path)
-    with pytest.raises(
-        CheckpointExistsError, match=f"{other} is a checkpoint, which would hide.*\n.*{other}/global_step<N>"
-    ):
+    with pytest.raises(CheckpointExistsError, match=f"{other} is a checkpoint.*\n.*{other}/global_step<N>"):
         write_engine(Engine(step=5), other / name, WriteOptions(run=other, latest=latest))
     assert everything(tmp_path) == before
     assert zckpt.open(other).step == 4
@@ -394,14 +390,14 @@ def test_no_checkpoint_hides_others(tmp_path: Path, name: str, latest: bool) -> 
 def test_a_checkpoint_far_above_that_would_hide_the_new_one_is_found(tmp_path: Path) -> None:
     zckpt.write(Engine(step=3), tmp_path / "c", latest=False)
     before = everything(tmp_path)
-    with pytest.raises(CheckpointExistsError, match=f"{tmp_path / 'c'} is a checkpoint, which would hide"):
+    with pytest.raises(CheckpointExistsError, match=f"{tmp_path / 'c'} is a checkpoint"):
         zckpt.write(Engine(step=4), tmp_path / "c" / "run" / "step4")
     assert everything(tmp_path) == before
 
 
 def test_an_empty_path_is_not_the_current_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match="the path is empty; the current directory is"):
+    with pytest.raises(ValueError, match="the path is empty"):
         zckpt.write(Engine(), "")
     assert everything(tmp_path) == {}
 

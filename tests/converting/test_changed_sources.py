@@ -44,7 +44,7 @@ def test_a_file_that_is_cut_off_after_it_was_loaded(tmp_path: Path) -> None:
     loaded = load(str(path))
     os.truncate(path, 20_000)
     for tensor in loaded.values():
-        with pytest.raises(zckpt.StorageError, match="the file ends too early") as raised:
+        with pytest.raises(zckpt.StorageError, match="ends too early") as raised:
             with_values(tensor)
         error = raised.value
         assert error.file == str(path)
@@ -57,7 +57,7 @@ def test_a_file_that_is_cut_off_after_it_was_loaded(tmp_path: Path) -> None:
 def test_a_source_that_is_cut_off_while_it_is_converted(tmp_path: Path, name: str) -> None:
     source = large_folder(tmp_path / "source")
     changes = Changes(lambda: os.truncate(source / name, 700))
-    with pytest.raises(zckpt.StorageError, match="the file ends too early") as raised:
+    with pytest.raises(zckpt.StorageError, match="ends too early") as raised:
         zckpt.convert(source, tmp_path / "converted", progress=changes)
     error = raised.value
     assert error.file == str(source / name)
@@ -71,7 +71,7 @@ def test_a_source_that_is_written_again_while_it_is_converted(tmp_path: Path) ->
     """The new checkpoint would have the tree of one step, and tensors of another one."""
     source = large_folder(tmp_path / "source")
     for change in (lambda: os.utime(source / MODEL), lambda: (source / MODEL).write_bytes(bytes(1 << 24))):
-        with pytest.raises(zckpt.StorageError, match="was changed while it was converted") as raised:
+        with pytest.raises(zckpt.StorageError, match="was changed") as raised:
             zckpt.convert(source, tmp_path / "converted", progress=Changes(change))
         assert raised.value.file == str(source / MODEL)
         assert not (tmp_path / "converted").exists()

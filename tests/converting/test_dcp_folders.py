@@ -413,7 +413,7 @@ def test_rows_that_dcp_has_lost_are_noticed(cluster: Cluster, tmp_path: Path) ->
         if not all(cluster.run(uneven, 6, str(path), rows)):
             assert rows == 13
         elif rows == 7:
-            with pytest.raises(zckpt.FormatError, match=r"0\.weight is said to have a chunk of"):
+            with pytest.raises(zckpt.FormatError, match=r"0\.weight .*chunk"):
                 zckpt.convert(path, tmp_path / "converted")
         else:
             zckpt.convert(path, tmp_path / "converted", overwrite=True)

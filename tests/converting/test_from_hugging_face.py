@@ -68,7 +68,7 @@ def test_a_run_begins_with_the_weights(cluster: Cluster, tmp_path: Path) -> None
 def test_too_little_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_model(tmp_path / "model")
     monkeypatch.setattr(LocalStore, "free_bytes", lambda store: 1000)
-    with pytest.raises(zckpt.NoSpaceError, match="bytes are needed, and 1,000 are free"):
+    with pytest.raises(zckpt.NoSpaceError, match="1,000 are free"):
         zckpt.convert(tmp_path / "model", tmp_path / "new")
     assert not (tmp_path / "new").exists()
 
@@ -82,7 +82,7 @@ def test_damaged_folders_are_refused(tmp_path: Path) -> None:
     save_model(tmp_path / "model")
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"n_layer": 3}))
-    with pytest.raises(zckpt.UnsupportedError, match="not those of the model"):
+    with pytest.raises(zckpt.UnsupportedError, match="of the model"):
         zckpt.convert(tmp_path / "model", tmp_path / "new")
     (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"architectures": ["Nobody"]}))
     with pytest.raises(zckpt.UnsupportedError, match="Nobody"):

@@ -133,13 +133,13 @@ def test_a_pickle_that_would_take_much_memory_or_time(
         (b"ccollections\nOrderedDict\n](N\x86N\x86ee\x85R", "cannot be read"),
         (
             b"cbuiltins\ngetattr\ncbuiltins\nint\n" + text(1) + b"\x86R",
-            "it asks for getattr of something that is not an enum",
+            "asks for getattr",
         ),
         (
             b"cbuiltins\ngetattr\n" + text(1) + text(1) + b"\x86R",
-            "it asks for getattr of something that is not an enum",
+            "asks for getattr",
         ),
-        (b"cbuiltins\ngetattr\nctorch\nTensor\n]\x86R", "it asks for getattr of something that is not an enum"),
+        (b"cbuiltins\ngetattr\nctorch\nTensor\n]\x86R", "asks for getattr"),
     ],
 )
 def test_a_pickle_that_would_end_the_process(tmp_path: Path, raw: bytes, match: str) -> None:
@@ -154,7 +154,7 @@ def test_a_set_item_of_a_tensor(tmp_path: Path) -> None:
     with zipfile.ZipFile(raw) as archive:
         records = {name.partition("/")[2]: archive.read(name) for name in archive.namelist()}
     records["data.pkl"] = records["data.pkl"].removesuffix(b".") + b"K\x00K\x01s."
-    with pytest.raises(zckpt.FormatError, match="a Tensor in the place of a dict"):
+    with pytest.raises(zckpt.FormatError, match=r"a Tensor .*a dict"):
         load(file_of(tmp_path / "file.pt", records.pop("data.pkl"), **records))
 
 
@@ -243,7 +243,7 @@ def test_the_directory_of_an_archive_is_bounded(tmp_path: Path, monkeypatch: pyt
 def test_a_storage_that_is_described_in_two_ways(tmp_path: Path) -> None:
     storage = b"(X\x07\x00\x00\x00storagectorch\n%bStorage\nX\x01\x00\x00\x000X\x03\x00\x00\x00cpuK\x01tQ"
     raw = START + b"(" + storage % b"Float" + storage % b"Int" + b"l."
-    with pytest.raises(zckpt.FormatError, match="the storage 0 in two ways"):
+    with pytest.raises(zckpt.FormatError, match="storage 0"):
         load(file_of(tmp_path / "file.pt", raw, **{"data/0": bytes(4)}))
 
 

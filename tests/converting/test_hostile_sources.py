@@ -83,7 +83,7 @@ def test_copies_of_tensors_are_bounded_together(tmp_path: Path, monkeypatch: pyt
     torch.save([grid] * 4, path)
     assert all(torch.equal(with_values(tensor), grid) for tensor in load(str(path)))
     torch.save([grid[number:] for number in range(4)], path)
-    with pytest.raises(zckpt.FormatError, match="more elements than are stored"):
+    with pytest.raises(zckpt.FormatError, match="more elements"):
         load(str(path))
 
 

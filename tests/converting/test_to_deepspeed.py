@@ -327,7 +327,7 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, name: str) -> None:
 def test_too_little_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_run(tmp_path / "run" / "global_step5", {"a": (300, 50)})
     monkeypatch.setattr(LocalStore, "free_bytes", lambda store: 1000)
-    with pytest.raises(NoSpaceError, match="bytes are needed, and 1,000 are free"):
+    with pytest.raises(NoSpaceError, match="1,000 are free"):
         zckpt.convert(tmp_path / "run", tmp_path / "out", to="deepspeed")
     assert not (tmp_path / "out").exists()
 
@@ -376,7 +376,7 @@ def test_a_file_that_somebody_else_has_written_meanwhile_is_not_replaced(tmp_pat
 
         def end(self) -> None: ...
 
-    with pytest.raises(CheckpointExistsError, match=r"no checkpoint of DeepSpeed has: thesis\.txt"):
+    with pytest.raises(CheckpointExistsError, match=r"has: thesis\.txt"):
         zckpt.convert(path, out, to="deepspeed", progress=Meanwhile())
     assert [str(entry.relative_to(out)) for entry in sorted(out.rglob("*"))] == [
         "global_step5",
@@ -391,7 +391,7 @@ def test_places_and_sources_that_are_refused(tmp_path: Path) -> None:
         zckpt.convert(path, tmp_path / "run", to="deepspeed", tag="other", overwrite=True)
     (tmp_path / "else" / "here").mkdir(parents=True)
     (tmp_path / "else" / "here" / "thesis.txt").write_text("unsaved")
-    with pytest.raises(CheckpointExistsError, match=r"no checkpoint of DeepSpeed has: thesis\.txt"):
+    with pytest.raises(CheckpointExistsError, match=r"has: thesis\.txt"):
         zckpt.convert(path, tmp_path / "else", to="deepspeed", tag="here", overwrite=True)
     with pytest.raises(CheckpointExistsError, match="is a checkpoint"):
         zckpt.convert(path, path / "inside", to="deepspeed")
@@ -403,6 +403,6 @@ def test_places_and_sources_that_are_refused(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="must be"):
             zckpt.convert(path, tmp_path / "out", to="deepspeed", **wrong)
     write_state(tmp_path / "weights", 2, {"a": (3,)}, parts=["master"])
-    with pytest.raises(UnsupportedError, match="only the state of a training run"):
+    with pytest.raises(UnsupportedError, match="training run"):
         zckpt.convert(tmp_path / "weights", tmp_path / "out", to="deepspeed")
     assert not (tmp_path / "out").exists()

@@ -210,7 +210,7 @@ def test_the_files(tmp_path: Path) -> None:
     zckpt.convert(tmp_path / "run", tmp_path / "out", to="universal", tag="here", overwrite=True)
     assert sorted(tmp_path.rglob("*")) == before
     refused(out, UnsupportedError, "this Universal Checkpoint was made by zckpt")
-    with pytest.raises(ValueError, match="stage is not for to='universal'"):
+    with pytest.raises(ValueError, match=r"stage .*to='universal'"):
         zckpt.convert(tmp_path / "run", tmp_path / "other", to="universal", stage=1)
 
 

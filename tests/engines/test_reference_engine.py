@@ -134,7 +134,7 @@ def freed() -> torch.Tensor:
     [
         (lambda: Coded(torch.zeros(65, dtype=torch.int8), torch.ones(1)), "is of the class Coded"),
         (lambda: Opaque(torch.zeros(65, dtype=torch.int8), torch.ones(1)), "is of the class Opaque"),
-        (freed, "needs 260 bytes of memory, and its storage has 0"),
+        (freed, r"needs 260 bytes .*has 0"),
     ],
     ids=["composed", "opaque", "freed"],
 )
@@ -159,5 +159,5 @@ def test_tensors_whose_values_are_elsewhere_are_neither_read_nor_written(
 
 
 def test_the_reference_engine_cannot_be_attached() -> None:
-    with pytest.raises(zckpt.UnsupportedError, match="has no save_checkpoint and load_checkpoint"):
+    with pytest.raises(zckpt.UnsupportedError, match="save_checkpoint and load_checkpoint"):
         zckpt.attach(ReferenceEngine())

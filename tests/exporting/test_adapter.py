@@ -4,8 +4,6 @@ live engine."""
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from typing import TYPE_CHECKING, Any
 
 import peft
@@ -18,6 +16,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 import zckpt
 from tests.support import lora
 from tests.support.live_export import save_pretrained, train
+from zckpt.cli import main
 from zckpt.engines.peft import adapter_configs
 from zckpt.engines.tensors import named_parameters, persistent_buffers
 from zckpt.exporting.adapter import Adapter
@@ -208,20 +207,20 @@ def test_adapters_that_cannot_be_exported(tmp_path: Path) -> None:
     def find(names: list[str], adapter: str, **configs: str) -> None:
         Adapter.find(everything(names, {}), adapter, configs, "/ckpt")
 
-    with pytest.raises(zckpt.UnsupportedError, match="the model has no adapter"):
+    with pytest.raises(zckpt.UnsupportedError, match="no adapter"):
         find(["a.weight"], "default")
     names = [f"a.{name}" for name in ("lora_A.first.weight", "lora_B.first.weight", "base_layer.weight")]
-    with pytest.raises(zckpt.KeyNotFoundError, match="there is no adapter 'fist'") as missing:
+    with pytest.raises(zckpt.KeyNotFoundError, match="no adapter 'fist'") as missing:
         find(names, "fist")
     assert missing.value.hint == "the nearest are: first"
     with pytest.raises(zckpt.MismatchError, match="is not in the checkpoint") as unknown:
         find(names, "first")
     assert "give a folder with its adapter_config.json as `config`" in str(unknown.value)
-    with pytest.raises(zckpt.MismatchError, match="no weights of the adapter 'other'; it has those of: first"):
+    with pytest.raises(zckpt.MismatchError, match=r"no weights of the adapter 'other'.*: first"):
         find(names, "other", other='{"peft_type": "LORA"}')
-    with pytest.raises(zckpt.MismatchError, match=r"only a part of the adapter 'first': it lacks a\.lora_B"):
+    with pytest.raises(zckpt.MismatchError, match=r"adapter 'first': it lacks a\.lora_B"):
         find([name for name in names if "_B" not in name], "first", first='{"peft_type": "LORA"}')
-    with pytest.raises(zckpt.MismatchError, match=r"it lacks a\.lora_magnitude_vector"):
+    with pytest.raises(zckpt.MismatchError, match=r"lacks a\.lora_magnitude_vector"):
         find(names, "first", first='{"peft_type": "LORA", "use_dora": true}')
 
 
@@ -231,16 +230,16 @@ def test_adapters_that_cannot_be_exported(tmp_path: Path) -> None:
         ("{", "is not JSON"), ("[" * 100_000, "is not JSON"), ("[]", "is not one of PEFT"), ("{}", "is not one of"),
         ('{"peft_type": "LORA", "r": ' + "1" * 5000 + "}", "is not JSON"), (" " * (17 << 20), "more than 16,777,216"),
         ('{"peft_type": "IA3", "bias": 5}', "the peft_type 'IA3'"), ('{"peft_type": ["LORA"]}', "peft_type .'LORA'"),
-        ('{"peft_type": "LORA", "bias": ["all"]}', "for 'bias' instead of none, all or lora_only"),
-        ('{"peft_type": "LORA", "target_modules": 5}', "has 5 for 'target_modules' instead of a text or a list"),
+        ('{"peft_type": "LORA", "bias": ["all"]}', "for 'bias'"),
+        ('{"peft_type": "LORA", "target_modules": 5}', "has 5 for 'target_modules'"),
         ('{"peft_type": "LORA", "target_modules": [["q"]]}', r"has \[\['q'\]\] for 'target_modules'"),
         ('{"peft_type": "LORA", "target_modules": {"q": 1}}', "for 'target_modules'"),
-        ('{"peft_type": "LORA", "lora_alpha": "16"}', "for 'lora_alpha' instead of a number"),
+        ('{"peft_type": "LORA", "lora_alpha": "16"}', "for 'lora_alpha'"),
         ('{"peft_type": "LORA", "lora_alpha": true}', "for 'lora_alpha'"),
         ('{"peft_type": "LORA", "lora_alpha": NaN}', "for 'lora_alpha'"),
-        ('{"peft_type": "LORA", "alpha_pattern": ["q"]}', "for 'alpha_pattern' instead of a map"),
+        ('{"peft_type": "LORA", "alpha_pattern": ["q"]}', "for 'alpha_pattern'"),
         ('{"peft_type": "LORA", "alpha_pattern": {"q": {}}}', "for 'alpha_pattern'"),
-        ('{"peft_type": "LORA", "use_dora": "yes"}', "for 'use_dora' instead of true or false"),
+        ('{"peft_type": "LORA", "use_dora": "yes"}', "for 'use_dora'"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("form", ["adapter", "merge"])
@@ -255,15 +254,15 @@ def test_odd_configurations_are_errors_that_name_the_checkpoint_and_the_field(
     assert caught.value.file == str(tmp_path / "ckpt")
 
 
-def test_a_regular_expression_of_a_checkpoint_is_not_run(tmp_path: Path) -> None:
+def test_a_regular_expression_of_a_checkpoint_is_not_run(cluster: Cluster, tmp_path: Path) -> None:
     """A hostile expression takes longer than anybody can wait, and a wrong one cannot be run at all."""
     layers = torch.nn.ModuleDict({"a" * 60: torch.nn.ModuleDict({"embed_tokens": torch.nn.Embedding(8, 4)})})
     model = peft.get_peft_model(layers, peft.LoraConfig(target_modules=["embed_tokens"]))
     for targets, name in (("(a|aa)+b", "hostile"), ("(", "wrong")):
         config = json.dumps({"peft_type": "LORA", "target_modules": targets})
         lora.write_model(tmp_path / name, model, configs={"default": config})
-        command = f"zckpt export {tmp_path / name} {tmp_path / name}-adapter --adapter default"
-        subprocess.run([sys.executable, "-m", *command.split()], check=True, timeout=600)
+        command = ["export", str(tmp_path / name), f"{tmp_path / name}-adapter", "--adapter", "default"]
+        assert cluster.run(main, 1, command, init=False) == [0]
         assert len(load_file(tmp_path / f"{name}-adapter" / "adapter_model.safetensors")) == 3
 
 

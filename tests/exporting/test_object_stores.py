@@ -74,7 +74,7 @@ def test_a_model(seaweedfs: ObjectServer, bucket: str, monkeypatch: pytest.Monke
     exported = zckpt.export(f"{bucket}/zckpt", f"{bucket}/model", **options)
     assert stored(seaweedfs, exported.path) == content(tmp_path / "saved")
     assert exported.path == f"{bucket}/model"
-    with pytest.raises(CheckpointExistsError, match="only on a file system can a directory be replaced"):
+    with pytest.raises(CheckpointExistsError, match="only on a file system"):
         zckpt.export(f"{bucket}/zckpt", f"{bucket}/model", overwrite=True, **options)
     assert stored(seaweedfs, exported.path) == content(tmp_path / "saved")
     assert unfinished(seaweedfs) == []
@@ -171,7 +171,7 @@ def test_a_file_is_replaced_only_by_one_of_its_kind(seaweedfs: ObjectServer, buc
         zckpt.export(paths[1], f"{bucket}/page.html", format="pt", overwrite=True)
     with pytest.raises(CheckpointExistsError, match="there is a directory"):
         zckpt.export(paths[1], bucket, format="pt", overwrite=True)
-    with pytest.raises(ValueError, match="the path of a file in the bucket"):
+    with pytest.raises(ValueError, match="path of a file"):
         zckpt.report(paths, f"s3://{seaweedfs.bucket}")
     assert stored(seaweedfs, bucket) == first
     zckpt.export(paths[1], f"{bucket}/model.pt", format="pt", overwrite=True)

@@ -81,7 +81,7 @@ def test_wrong_arguments(tmp_path: Path, model: Path) -> None:
     assert_refused(tmp_path, ValueError, "dtype must be one of", dtype="float7")
     assert_refused(tmp_path, ValueError, "a size must be", max_shard_size="5 gigs")
     assert_refused(tmp_path, ValueError, "only with format 'hf'", format="pt", config=model)
-    with pytest.raises(ValueError, match="makes a directory: pass format='pt'"):
+    with pytest.raises(ValueError, match="format='pt'"):
         zckpt.export(tmp_path / "ckpt", tmp_path / "out.pt")
     with pytest.raises(zckpt.UnsupportedError, match="file system"):
         zckpt.export(tmp_path / "ckpt", "nowhere://bucket/out")
@@ -93,9 +93,9 @@ def test_a_checkpoint_without_weights(tmp_path: Path) -> None:
         write_state(tmp_path / "ckpt", parts=parts, buffers=given, overwrite=True)
         for form in ("hf", "pt"):
             assert_refused(tmp_path, zckpt.KeyNotFoundError, "no weights: its parts are", format=form)
-        with pytest.raises(zckpt.KeyNotFoundError, match="no weights: its parts are"):
+        with pytest.raises(zckpt.KeyNotFoundError, match="no weights: "):
             zckpt.get_fp32_state_dict_from_zero_checkpoint(tmp_path / "ckpt")
-        with pytest.raises(zckpt.KeyNotFoundError, match="no weights: its parts are"):
+        with pytest.raises(zckpt.KeyNotFoundError, match="no weights: "):
             zckpt.convert_zero_checkpoint_to_fp32_state_dict(tmp_path / "ckpt", str(tmp_path / "out"))
         assert not (tmp_path / "out").exists()
 
@@ -140,7 +140,7 @@ def test_a_file_that_appears_after_the_last_check_stays(tmp_path: Path, monkeypa
         put_in_place(prepared, path)
 
     monkeypatch.setattr(files, "put_in_place", late)
-    with pytest.raises(zckpt.CheckpointExistsError, match=r"the directory has got notes\.txt meanwhile"):
+    with pytest.raises(zckpt.CheckpointExistsError, match=r"notes\.txt meanwhile"):
         zckpt.export(tmp_path / "ckpt", out, overwrite=True)
     assert sorted(os.listdir(out)) == ["model.safetensors", "notes.txt"]
 
@@ -162,7 +162,7 @@ def test_only_an_export_is_replaced_and_only_on_request(tmp_path: Path) -> None:
     (out / "model-00001-of-00002.safetensors").write_text("of an earlier one, in more files")
     (tmp_path / "settings").mkdir()
     (tmp_path / "settings" / "config.json").write_text("{}")
-    with pytest.raises(zckpt.CheckpointExistsError, match="no weights, so no export has made it: config"):
+    with pytest.raises(zckpt.CheckpointExistsError, match=r"no weights.*: config"):
         zckpt.export(tmp_path / "ckpt", tmp_path / "settings", overwrite=True)
     zckpt.export(tmp_path / "ckpt", out, overwrite=True)
     assert content(out) == before

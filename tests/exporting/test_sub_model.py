@@ -81,7 +81,7 @@ def test_the_hint_names_the_module_that_the_configuration_is_of(tmp_path: Path, 
     (tmp_path / "policy" / "config.json").write_text(json.dumps(config | {"n_layer": 12}))
     with pytest.raises(zckpt.MismatchError, match=r"strip_prefix='module\.'"):  # all names begin with it
         zckpt.export(tmp_path / "wrapped", tmp_path / "out", config=tmp_path / "policy")
-    with pytest.raises(zckpt.MismatchError, match="or give none: then tensors keep their names"):
+    with pytest.raises(zckpt.MismatchError, match="or give none"):
         zckpt.export(tmp_path / "wrapped", tmp_path / "out", config=tmp_path / "policy", strip_prefix="module.policy")
     assert not (tmp_path / "out").exists()
 

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 sizes = st.integers(0, (1 << 62) - 1)
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 tensor_names = st.text(st.characters(exclude_categories=["Cc", "Cs"]), min_size=1, max_size=12).filter(is_tensor_name)
-part_names = st.from_regex(names._PART, fullmatch=True)
+part_names = st.from_regex(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,63}", fullmatch=True)
 digests = st.binary(min_size=16, max_size=16)
-save_ids = st.from_regex(names._SAVE_ID, fullmatch=True)
+save_ids = st.from_regex("[0-9a-f]{16}", fullmatch=True)
 
 
 @st.composite

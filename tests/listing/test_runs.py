@@ -229,7 +229,7 @@ def test_tensors_of_the_caller_are_not_called_unchanged(tmp_path: Path) -> None:
 def test_repair_of_a_run_lists_its_checkpoints(tmp_path: Path) -> None:
     write(tmp_path, "s1", "s2", latest=True)
     (tmp_path / "s1" / "manifest.msgpack").unlink()
-    with pytest.raises(CheckpointNotFoundError, match=r"newest first: s2; these have no manifest, .*repair.*: s1"):
+    with pytest.raises(CheckpointNotFoundError, match=r"newest first: s2; .*no manifest.*repair.*: s1"):
         zckpt.repair(tmp_path)
     with pytest.raises(CheckpointNotFoundError, match="does not exist"):
         zckpt.repair(tmp_path / "nothing")
@@ -242,5 +242,5 @@ def test_repair_of_a_run_lists_its_checkpoints(tmp_path: Path) -> None:
 
 def test_a_tilde_is_not_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(zckpt.UnsupportedError, match="begins with a tilde, which only a shell replaces"):
+    with pytest.raises(zckpt.UnsupportedError, match="begins with a tilde"):
         zckpt.open("~/checkpoints")

@@ -59,7 +59,7 @@ def test_a_call_that_needs_offloaded_states_is_refused_with_a_hint(tmp_path: Pat
     before = tensors_of(engine)
     zckpt.offload(engine, tmp_path, parts=["exp_avg"])
     engine.backward()  # backward needs no moments
-    with pytest.raises(zckpt.OffloadedError, match=r"step uses exp_avg, which .*\n.*zckpt\.reload\(engine\)"):
+    with pytest.raises(zckpt.OffloadedError, match=r"step uses exp_avg.*\n.*zckpt\.reload\(engine\)"):
         engine.step()
     zckpt.offload(engine, tmp_path, parts=["param", "exp_avg"])
     for call in (engine.backward, engine.step):
@@ -135,7 +135,7 @@ def test_calls_without_anything_to_move(tmp_path: Path) -> None:
 def test_an_unknown_part_is_refused(tmp_path: Path) -> None:
     engine = trained()
     for call in (lambda: zckpt.offload(engine, tmp_path, parts=["exp_arg"]), lambda: zckpt.reload(engine, "exp_arg")):
-        with pytest.raises(ValueError, match="exp_arg that can be offloaded; these can: param, gradient, master, exp"):
+        with pytest.raises(ValueError, match=r"exp_arg .*: param, gradient, master, exp"):
             call()
     with pytest.raises(ValueError, match="no part buffer"):
         zckpt.offload(engine, tmp_path, parts=["buffer"])
@@ -196,7 +196,7 @@ def test_an_offload_in_the_background(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(scratch.ScratchStore, "create", create)
     out = zckpt.offload(engine, tmp_path, background=True, auto=True)
     assert out.parts == ALL
-    with pytest.raises(TimeoutError, match=r"the offload to .* is still under way"):
+    with pytest.raises(TimeoutError, match=r"still under way"):
         out.wait(0)
     assert repr(out).endswith(" bytes, under way>")
     threading.Timer(0.2, going_on.set).start()
@@ -335,9 +335,7 @@ def test_a_full_disk_leaves_the_engine_as_it_was(
     with zckpt.offloaded(engine, tmp_path) as out:
         pass
     full_disk(1 << 20)
-    with pytest.raises(
-        zckpt.NoSpaceError, match=rf"{out.nbytes:,} bytes are needed on this rank, and [0-9,]+ are free"
-    ):
+    with pytest.raises(zckpt.NoSpaceError, match=rf"{out.nbytes:,} bytes .*[0-9,]+ are free"):
         zckpt.offload(engine, tmp_path, background=background).wait()
     full_disk(resource.RLIM_INFINITY)
     assert "the offload to" in capfd.readouterr().err or not background

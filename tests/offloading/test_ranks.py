@@ -146,7 +146,7 @@ def deepspeed_engine(directory: str, setup: dict[str, Any]) -> None:
         (engine.reload_states, "reload_states"),
     ):
         if name != "zero_grad" or "gradient" in away(engine).parts:  # type: ignore[union-attr]
-            with pytest.raises(zckpt.OffloadedError, match=f"{name} uses .*which zckpt.offload has moved"):
+            with pytest.raises(zckpt.OffloadedError, match=f"{name} uses .*zckpt.offload"):
                 call()
     assert not os.path.exists(stock)
     zckpt.reload(engine, ["param"])

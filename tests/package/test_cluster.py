@@ -116,7 +116,7 @@ def test_a_thread_of_the_server_is_an_error(tmp_path: Path, monkeypatch: pytest.
     """Forked ranks would wait for ever for a lock that this thread holds."""
     (tmp_path / "sitecustomize.py").write_text(STARTS_A_THREAD)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    with pytest.raises(RuntimeError, match=r"imports have started the threads .+: forking is no longer safe"):
+    with pytest.raises(RuntimeError, match=r"threads .+: forking"):
         Cluster().run(rank_sum, 1, 1)
 
 

@@ -62,7 +62,7 @@ def test_torch_takes_the_simulated_devices_for_the_accelerator_of_the_machine() 
     assert torch.empty(3, device="sim").device == torch.device("sim:0")
     torch.accelerator.set_device_index(1)
     assert torch.empty(3, device="sim").device == torch.device("sim:1")
-    with pytest.raises(RuntimeError, match="there is no device 2, only 0 to 1"):
+    with pytest.raises(RuntimeError, match="no device 2"):
         torch.empty(3, device="sim:2")
 
 

@@ -72,7 +72,7 @@ def test_keys_are_selected_by_aliases(wanted: Any, selected: list[str] | None) -
 
 
 def test_the_name_of_a_part_is_not_a_key() -> None:
-    with pytest.raises(KeyNotFoundError, match=r"all keys of this part: 'exp_avg/\*'"):
+    with pytest.raises(KeyNotFoundError, match=r"all keys .*'exp_avg/\*'"):
         select(["exp_avg/a.weight", "exp_avg_sq/a.weight"], "exp_avg")
 
 

@@ -3,18 +3,23 @@ hangs."""
 
 from __future__ import annotations
 
-import ast
+import importlib
+import io
+import marshal
 import mmap
 import os
 import pickle
 import resource
 import select
+import shutil
 import signal
 import socket
 import stat
+import subprocess
 import sys
 import traceback
 from functools import partial
+from multiprocessing import reduction
 from pathlib import Path
 from typing import TYPE_CHECKING
 from unittest import mock
@@ -329,46 +334,76 @@ def test_a_hard_link_is_a_file_like_any(tmp_path: Path) -> None:
     assert rules(tmp_path / "c") == "sound: "
 
 
-def test_nothing_is_unpickled() -> None:
-    poison = mock.Mock(side_effect=AssertionError("unpickled"))
-    with (
-        mock.patch.multiple(pickle, load=poison, loads=poison, Unpickler=poison),
-        mock.patch.object(torch, "load", poison),
-    ):
-        with pytest.raises(AssertionError, match="unpickled"):
-            pickle.loads(b"N.")
-        assert rules(SOUND) == "sound: "
-    poison.assert_called_once()
+EXECUTES = (
+    "code.__new__", "compile", "ctypes.dlopen", "exec", "function.__new__", "import", "marshal.", "os.exec", "os.fork",
+    "os.posix_spawn", "os.spawn", "os.system", "pickle.find_class", "pty.spawn", "shelve.", "subprocess.Popen",
+)  # fmt: skip
+"""How the names of those of Python's audit events begin that say that something is executed."""
 
 
-UNSAFE = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "runpy", "importlib"}
-RUNS_A_SCRIPT = {"cli/run.py"}
-IMPORT_FROM_A_TABLE = {"__init__.py", "cli/__init__.py", "api/frameworks.py"}
-"""These files import modules by names that are in a table in their code."""
-INSTALLED_FILES = {"importlib.metadata", "importlib.resources"}
-"""These modules read files of installed packages, and import nothing."""
-ADAPTERS = "engines/"
-PICKLES = {"converting/restricted_pickle.py", "converting/to_dcp.py", "exporting/torch_file.py"}
-"""The first file reads pickles and runs nothing of them, as tests/converting shows. The others write pickles."""
+def executed(action: Callable[[], object]) -> str:
+    """Returns the audit events of ``EXECUTES`` while ``action`` runs. A first run does what only a first run does, such
+    as imports. Both runs are in a child process, because an audit hook stays in its process."""
+    events: list[str] = []
+
+    def audited() -> str:
+        action()
+        sys.addaudithook(lambda event, _: events.append(event) if event.startswith(EXECUTES) else None)
+        action()
+        return f"executed: {' '.join(events) or 'nothing'}"
+
+    return bounded(audited, 200 * MIB, 20)
 
 
-def test_no_module_could_unpickle_or_run_what_it_reads() -> None:
-    root = Path(zckpt.__file__).parent
-    for file in root.rglob("*.py"):
-        name = str(file.relative_to(root))
-        for node in ast.walk(ast.parse(file.read_text())):
-            imported = []
-            if isinstance(node, ast.Import):
-                imported = [alias.name.partition(".")[0] for alias in node.names]
-            elif isinstance(node, ast.ImportFrom) and node.module not in INSTALLED_FILES:
-                imported = [(node.module or "").partition(".")[0]]
-            elif isinstance(node, ast.Call):
-                called = ast.unparse(node.func)
-                assert called not in {"eval", "exec", "compile", "torch.load", "np.load", "__import__"}, name
-            unsafe = UNSAFE & {*imported}
-            if name in PICKLES:
-                unsafe -= {"pickle"}
-            if name in RUNS_A_SCRIPT | IMPORT_FROM_A_TABLE or name.startswith(ADAPTERS):
-                unsafe -= {"runpy", "importlib"}
-            assert not unsafe, name
-    assert "pickle" in sys.modules  # torch imports it
+class Poison:
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return eval, ("1 + 1",)
+
+
+POISON = pickle.dumps(Poison())
+
+
+def saved() -> io.BytesIO:
+    file = io.BytesIO()
+    torch.save(Poison(), file)
+    return io.BytesIO(file.getvalue())
+
+
+def test_nothing_in_a_sound_checkpoint_is_executed() -> None:
+    assert executed(lambda: rules(SOUND)) == "executed: nothing"
+
+
+@pytest.mark.parametrize("file", sorted(str(path.relative_to(SOUND)) for path in SOUND.rglob("*") if path.is_file()))
+def test_no_file_of_a_checkpoint_is_taken_for_a_pickle(tmp_path: Path, file: str) -> None:
+    shutil.copytree(SOUND, tmp_path, dirs_exist_ok=True)
+    write(tmp_path / file, POISON)
+    assert executed(lambda: rules(tmp_path)) == "executed: nothing"
+    assert not rules(tmp_path).startswith("sound")
+
+
+def test_no_tree_of_a_checkpoint_is_taken_for_a_pickle(tmp_path: Path) -> None:
+    apart = Apart.of(SOUND)
+    apart.state = POISON
+    apart.write(tmp_path)
+    assert executed(lambda: rules(tmp_path)) == "executed: nothing"
+    assert rules(tmp_path) == "T001: T001"
+
+
+PLANTED: dict[str, Callable[[], object]] = {
+    "pickle": lambda: pickle.loads(POISON),
+    "unpickler": lambda: pickle._Unpickler(io.BytesIO(POISON)).load(),
+    "torch": lambda: torch.load(saved(), weights_only=False),
+    "multiprocessing": lambda: reduction.ForkingPickler.loads(POISON),
+    "marshal": lambda: marshal.loads(marshal.dumps(1)),
+    "eval": lambda: eval("1 + 1"),
+    "exec": lambda: exec("1 + 1"),
+    "system": lambda: os.system("true"),
+    "shell": lambda: subprocess.run("true", shell=True, check=True),
+    "spawn": lambda: os.waitpid(os.posix_spawn("/bin/true", ["true"], {}), 0),
+    "import": lambda: (sys.modules.pop("colorsys", None), importlib.import_module("colorsys")),
+}
+
+
+@pytest.mark.parametrize("way", PLANTED)
+def test_what_is_executed_is_noticed(way: str) -> None:
+    assert executed(PLANTED[way]).removeprefix("executed: ").startswith(EXECUTES)

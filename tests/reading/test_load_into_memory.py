@@ -42,14 +42,12 @@ def test_out_says_what_is_loaded(tmp_path: Path) -> None:
     for keys in (None, "master/a", ["master/a", "master/b"], lambda key: True):
         with pytest.raises((zckpt.KeyNotFoundError, zckpt.MismatchError), match="master/c"):
             checkpoint.load(keys, out={**unasked, "master/c": torch.zeros(5)})
-    with pytest.raises(zckpt.MismatchError, match="out has master/b, which keys does not ask for"):
+    with pytest.raises(zckpt.MismatchError, match="out has master/b"):
         checkpoint.load("master/a", out=unasked)
     assert torch.equal(unasked["master/b"], torch.full((5,), 7.0))
-    with pytest.raises(TypeError, match="out must be a dict of tensors by key"):
+    with pytest.raises(TypeError, match="out must be a dict"):
         checkpoint.load(out=[torch.zeros(5)])  # type: ignore[arg-type]
-    with pytest.raises(
-        TypeError, match=r"out\['master/b'\] must be a torch.Tensor, got numpy.ndarray; torch.from_numpy"
-    ):
+    with pytest.raises(TypeError, match=r"out\['master/b'\] must .*numpy.ndarray.*torch.from_numpy"):
         checkpoint.load(out={"master/b": np.zeros(5)})  # type: ignore[dict-item]
 
 

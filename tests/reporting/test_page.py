@@ -244,7 +244,7 @@ def test_arguments_that_cannot_work_are_refused_and_leave_nothing(
     with pytest.raises(zckpt.CheckpointExistsError, match="a file of another kind"):
         zckpt.report(run[0].path, out)
     assert out.read_text() == "mine"
-    with pytest.raises(zckpt.CheckpointExistsError, match="there is a directory, and the page is a file"):
+    with pytest.raises(zckpt.CheckpointExistsError, match="there is a directory"):
         zckpt.report(run[0].path, tmp_path)
     with pytest.raises(zckpt.UnsupportedError, match="no store for the scheme"):
         zckpt.report(run[0].path, "nowhere://bucket/r.html")

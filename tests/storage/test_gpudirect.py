@@ -120,7 +120,7 @@ def test_a_file_that_has_become_too_short(tmp_path: Path) -> None:
         mock.patch.object(checkpoint.contents, "check_sizes", return_value={}),
     ):
         os.truncate(file, file.stat().st_size - 1000)
-        with pytest.raises(zckpt.FormatError, match=r"the file ends at byte .*rule F003.*rank-00001.*key master/c"):
+        with pytest.raises(zckpt.FormatError, match=r"F003.*rank-00001.*key master/c"):
             checkpoint.load(device="sim", verify=False)
 
 
@@ -152,7 +152,7 @@ def test_a_driver_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     reader, target = LocalReader(str(tmp_path)), torch.zeros(40, dtype=torch.uint8)
     assert reader.read_to_device("file", target, 17) == 40
     assert target.tolist() == list(range(17, 57))
-    with pytest.raises(zckpt.StorageError, match=r"GPUDirect Storage: EOF .*file .*file, bytes \[61, 101\)"):
+    with pytest.raises(zckpt.StorageError, match=r"EOF .*file, bytes \[61, 101\)"):
         reader.read_to_device("file", target, 61)
     (tmp_path / "link").symlink_to(tmp_path / "file")
     with pytest.raises(zckpt.FormatError, match="F002"):

@@ -43,7 +43,7 @@ def test_what_is_behind_a_scheme_is_never_changed(url: str) -> None:
 
 def test_a_url_that_pathlib_has_changed_is_refused() -> None:
     for read in (zckpt.open, zckpt.validate, zckpt.gc, zckpt.repair):
-        with pytest.raises(zckpt.UnsupportedError, match=r"s3:/bucket/run.*looks like a URL.*\n.*as a string"):
+        with pytest.raises(zckpt.UnsupportedError, match=r"s3:/bucket/run.*URL.*\n.*as a string"):
             read(Path("s3://bucket/run"))
     assert Location.of(Path("at:12/c")).path == os.path.join("at:12", "c")
 
@@ -75,7 +75,7 @@ def test_a_path_of_windows_is_refused_elsewhere_and_makes_no_directory(
         lambda: scratch_directory(path),
     ]
     for call in calls:
-        with pytest.raises(zckpt.UnsupportedError, match="is a path of Windows, and this is another system"):
+        with pytest.raises(zckpt.UnsupportedError, match="path of Windows"):
             call()
     assert main(["cp", str(source), path]) == 2
     assert repr(f"./{path}") in capsys.readouterr().err
@@ -141,7 +141,7 @@ def test_a_package_adds_a_store_by_an_entry_point(monkeypatch: pytest.MonkeyPatc
     package.mkdir()
     (package / "METADATA").write_text("Metadata-Version: 2.1\nName: other\nVersion: 1.0\n")
     (package / "entry_points.txt").write_text("[zckpt.stores]\nmine = zckpt.storage.local_store:LocalStore\n")
-    with pytest.raises(UnsupportedError, match="no store for the scheme 'mine'"):
+    with pytest.raises(UnsupportedError, match="scheme 'mine'"):
         open_store("mine://a")
     monkeypatch.setattr(schemes, "SCHEMES", {**schemes.SCHEMES})
     monkeypatch.syspath_prepend(str(tmp_path))

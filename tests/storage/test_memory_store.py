@@ -140,7 +140,7 @@ def test_a_checkpoint_without_a_manifest_is_repaired_or_discarded() -> None:
 
 def test_errors_name_what_is_there(disk: Disk) -> None:
     zckpt.write(trained(1), f"{RUN}/step1")
-    with pytest.raises(zckpt.CheckpointNotFoundError, match=r"in memory://bucket/runs/one are, newest first: step1"):
+    with pytest.raises(zckpt.CheckpointNotFoundError, match=r"memory://bucket/runs/one .*newest first: step1"):
         zckpt.open(f"{RUN}/step9")
     open_store(RUN).remove("latest")
     with pytest.raises(zckpt.CheckpointNotFoundError, match="newest first: step1") as caught:
@@ -152,7 +152,7 @@ def test_errors_name_what_is_there(disk: Disk) -> None:
     disk[file] = File(b"short", 0.0)
     with pytest.raises(zckpt.FormatError, match="F003"):
         zckpt.open(RUN).load()
-    with pytest.raises(zckpt.CheckpointExistsError, match=f"{RUN}/step2 is a checkpoint, which would hide one"):
+    with pytest.raises(zckpt.CheckpointExistsError, match=f"{RUN}/step2 is a checkpoint"):
         zckpt.write(trained(2), f"{RUN}/step2/inside")
 
 

@@ -6,7 +6,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from io import StringIO
 from typing import TYPE_CHECKING
 
 from tests.support.cluster import ROOT, held_port
@@ -51,3 +52,13 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     """Waits for the end of a rank, and returns what ``ends`` returns for it."""
     out, errors = process.communicate(timeout=SECONDS)
     return process.returncode, out, errors
+
+
+def execute(script: str, *arguments: object) -> tuple[str, str]:
+    """Runs a script on a rank of ``cluster``, for a script whose end does not matter: no Python is started, which would
+    import torch again. Returns what it has printed on stdout and stderr."""
+    out, errors = StringIO(), StringIO()
+    sys.argv = ["-c", *map(str, arguments)]
+    with redirect_stdout(out), redirect_stderr(errors):
+        exec(script, {"__name__": "__main__"})
+    return out.getvalue(), errors.getvalue()

@@ -47,7 +47,7 @@ def load_nothing(near: str, far: str) -> Any:
         result = engine.load_checkpoint(near)
     os.mkdir(far)
     Path(far, "latest").write_text("global_step9\n")
-    with pytest.raises(zckpt.CheckpointNotFoundError, match="`latest` names a checkpoint that is not there"):
+    with pytest.raises(zckpt.CheckpointNotFoundError, match="`latest` names"):
         engine.load_checkpoint(near)
     return result
 

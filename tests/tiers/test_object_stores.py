@@ -35,7 +35,7 @@ def test_a_run_goes_on_from_a_disk_and_an_object_store(
         engine = ReferenceEngine()
         engine.train(1)
         proxy.inject(FORBIDDEN, method="PUT", path="exp_avg_sq.safetensors")
-        with pytest.warns(UserWarning, match="step1 was not copied to s3://.*403"), pytest.raises(OSError, match="403"):
+        with pytest.warns(UserWarning, match="step1 .*s3://.*403"), pytest.raises(OSError, match="403"):
             write_and_wait(engine, near / "step1", copy_to=far)
         with pytest.raises(zckpt.CheckpointNotFoundError):
             zckpt.open(far)

@@ -119,12 +119,12 @@ def test_the_newest_one_that_is_whole_is_chosen(near: Path) -> None:
     written(near, 3, engine=engine)
     assert zckpt.open([near, FAR]).path == str(near / "step3")
     next(near.glob("step3/data-*/*/master.safetensors")).unlink()
-    with pytest.warns(UserWarning, match="/step2 is taken, because another checkpoint cannot be used: .*F001"):
+    with pytest.warns(UserWarning, match="/step2 is taken.*F001"):
         assert zckpt.open([near, FAR]).path == str(near / "step2"), "what both places have is read nearby"
     shutil.rmtree(near / "step2")
     orders: list[list[Path | str]] = [[near, FAR], [FAR, near]]
     for places in orders:
-        with pytest.warns(UserWarning, match="/step2 is taken, because another checkpoint cannot be used: .*F001"):
+        with pytest.warns(UserWarning, match="/step2 is taken.*F001"):
             assert zckpt.open(places).path == f"{FAR}/step2"
 
 
@@ -132,7 +132,7 @@ def test_if_no_latest_names_a_whole_one_an_older_one_of_the_run_is_chosen(near: 
     engine = written(near, 1, 2, 3)
     other = ReferenceEngine(seed=7)
     other.train(9)
-    with pytest.warns(UserWarning, match="two engines of this process"):
+    with pytest.warns(UserWarning, match="two engines"):
         zckpt.write(other, near / "other", latest=False)
     zckpt.write(engine, near / "weights", parts=["master"], latest=False)
     next(near.glob("step3/data-*/*/master.safetensors")).unlink()
@@ -163,7 +163,7 @@ def test_a_place_that_cannot_be_reached_is_left_out_with_a_warning(near: Path, t
     shutil.copytree(near, tmp_path / "far")
     with (
         faulty(Fault(BROKEN, names=("entry",), path=str(tmp_path / "far"), lasting=True)),
-        pytest.warns(UserWarning, match="step1 is taken, .*Input/output error .*far"),
+        pytest.warns(UserWarning, match="step1 is taken.*Input/output error .*far"),
     ):
         assert_goes_on(engine, [near, tmp_path / "far"])
 

@@ -209,11 +209,11 @@ def test_the_training_goes_on_if_the_checkpoint_vanishes_before_it_is_copied(tmp
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"copy_to": "{near}"}, "copy_to leads to the directory of the run itself"),
+        ({"copy_to": "{near}"}, r"copy_to .*run itself"),
         ({"copy_keep_last": 2}, "pass copy_to too"),
-        ({"copy_to": "{far}", "copy_keep_last": 0}, "copy_keep_last must be a whole number"),
+        ({"copy_to": "{far}", "copy_keep_last": 0}, "copy_keep_last must"),
         ({"copy_to": "{far}", "copy_keep_every": 2}, "pass copy_keep_last too"),
-        ({"copy_to": "nowhere://far"}, "there is no store for the scheme 'nowhere'"),
+        ({"copy_to": "nowhere://far"}, "scheme 'nowhere'"),
     ],
 )
 def test_wrong_arguments_are_refused_before_anything_is_written(

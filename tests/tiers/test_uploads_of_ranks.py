@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 import zckpt
-from tests.support.endings import ended, ends, started
+from tests.support.endings import ended, ends, execute, started
 from tests.support.plain_engine import everything
 from zckpt.testing import ReferenceEngine
 
@@ -48,11 +48,9 @@ dist.destroy_process_group()
 """
 
 
-def test_each_rank_copies_the_files_that_it_has_written(tmp_path: Path) -> None:
+def test_each_rank_copies_the_files_that_it_has_written(cluster: Cluster, tmp_path: Path) -> None:
     near, far = tmp_path / "near", tmp_path / "far"
-    outcomes = ends(SCRIPT + TOGETHER, near, far, ranks=2)
-    assert [status for status, _, _ in outcomes] == [0, 0], outcomes
-    for rank, (_, out, _) in enumerate(outcomes):
+    for rank, (out, _) in enumerate(cluster.run(execute, 2, SCRIPT + TOGETHER, near, far, init=False)):
         copied = json.loads(out)
         assert copied
         assert all(f"/rank-0000{rank}/" in name for name in copied)
@@ -79,11 +77,10 @@ zckpt.wait()
 """
 
 
-def test_rank_0_chooses_which_checkpoint_is_copied_next(tmp_path: Path) -> None:
-    outcomes = ends(SCRIPT + LATE, tmp_path / "near", tmp_path / "far", ranks=2)
-    assert [status for status, _, _ in outcomes] == [0, 0], outcomes
-    assert "a newer checkpoint was there first" in outcomes[0][2]
-    assert outcomes[1][2] == ""
+def test_rank_0_chooses_which_checkpoint_is_copied_next(cluster: Cluster, tmp_path: Path) -> None:
+    first, second = cluster.run(execute, 2, SCRIPT + LATE, tmp_path / "near", tmp_path / "far", init=False)
+    assert "a newer checkpoint was there first" in first[1]
+    assert second[1] == ""
     assert sorted(path.name for path in (tmp_path / "far").iterdir()) == ["latest", "step1", "step4"]
     assert zckpt.validate(tmp_path / "far").ok
 
@@ -101,11 +98,11 @@ zckpt.wait()
 """
 
 
-def test_if_one_rank_fails_all_try_again_with_the_next_checkpoint(tmp_path: Path) -> None:
-    outcomes = ends(SCRIPT + FAILING, tmp_path / "near", tmp_path / "far", ranks=2)
-    assert [out for _, out, _ in outcomes] == ["RankError\n", "NoSpaceError\n"], outcomes
-    assert "rank 1 failed to copy: NoSpaceError" in outcomes[0][2]
-    assert outcomes[1][2] == ""
+def test_if_one_rank_fails_all_try_again_with_the_next_checkpoint(cluster: Cluster, tmp_path: Path) -> None:
+    first, second = cluster.run(execute, 2, SCRIPT + FAILING, tmp_path / "near", tmp_path / "far", init=False)
+    assert (first[0], second[0]) == ("RankError\n", "NoSpaceError\n")
+    assert "rank 1 failed to copy: NoSpaceError" in first[1]
+    assert second[1] == ""
     assert everything(tmp_path / "far") == everything(tmp_path / "near")
 
 
@@ -160,16 +157,15 @@ for part, tensors in engine.tensors.items():
 """
 
 
-def test_ranks_resume_from_both_places(tmp_path: Path) -> None:
+def test_ranks_resume_from_both_places(cluster: Cluster, tmp_path: Path) -> None:
     near, far = tmp_path / "near", tmp_path / "far"
-    through = ends(SCRIPT + RESUMING, near, far, "train", ranks=2)
-    assert [status for status, _, _ in through] == [0, 0], through
+    through = cluster.run(execute, 2, SCRIPT + RESUMING, near, far, "train", init=False)
     (near / "step1" / "manifest.msgpack").unlink()
     (short,) = near.glob("step1/data-*/rank-00001/master.safetensors")
     short.write_bytes(short.read_bytes()[:-8])
     for gone in near.glob("step1/data-*/rank-00000/digests.bin"):
         gone.unlink()
-    assert ends(SCRIPT + RESUMING, near, far, "resume", ranks=2) == through
+    assert cluster.run(execute, 2, SCRIPT + RESUMING, near, far, "resume", init=False) == through
 
 
 def restore_at_the_first_start(places: list[str]) -> str:

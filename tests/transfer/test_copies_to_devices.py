@@ -272,9 +272,9 @@ def test_too_little_memory_says_what_to_do(tmp_path: Path) -> None:
         return empty(*args, **options)
 
     with mock.patch.object(torch, "empty", full):
-        with pytest.raises(zckpt.DeviceError, match="allocate 1200 bytes on the device sim:0: out of memory\n  free"):
+        with pytest.raises(zckpt.DeviceError, match=r"1200 bytes .*sim:0.*\n  free"):
             checkpoint.load("master/layer.5", device="sim")
-        with pytest.raises(zckpt.DeviceError, match=r"pin \d+ bytes of host memory: out of memory\n  a smaller budget"):
+        with pytest.raises(zckpt.DeviceError, match=r"pin \d+ bytes .*\n  a smaller budget"):
             checkpoint.load(out={"master/layer.5": torch.zeros(6, 50, device="sim")})
 
 

@@ -482,7 +482,7 @@ def test_a_device_that_gives_no_bytes_is_refused_by_name(kind: str, tmp_path: Pa
     for engine, client_state in ((on_device, {}), (on_host, {"tensor": tensor})):
         with (
             mock.patch.object(torch.Tensor, "cpu", cpu),
-            pytest.raises(zckpt.DeviceError, match=f"cannot use the device {kind}:0: no copies"),
+            pytest.raises(zckpt.DeviceError, match=f"device {kind}:0: no copies"),
         ):
             zckpt.write(engine, tmp_path / "c", client_state=client_state)
         assert list(tmp_path.iterdir()) == []

@@ -30,7 +30,7 @@ def test_cpu_and_meta_are_always_accepted(device: str) -> None:
 
 @pytest.mark.parametrize("device", ["xpu", "hpu:1", "nonsense", torch.device("xpu", 3)])
 def test_a_missing_device_is_named_with_those_that_exist(device: torch.device | str) -> None:
-    with pytest.raises(zckpt.DeviceError, match=f"cannot use the device {device}: (.|\n)*the devices there are: cpu"):
+    with pytest.raises(zckpt.DeviceError, match=f"device {device}: (.|\n)*there are: cpu"):
         check_device(device)
 
 
@@ -41,7 +41,7 @@ def test_memory_of_the_host_is_on_no_device() -> None:
 
 
 def test_what_has_no_bytes_cannot_be_written() -> None:
-    with pytest.raises(zckpt.DeviceError, match=r"cannot use the device meta: .*no data"):
+    with pytest.raises(zckpt.DeviceError, match=r"device meta: .*no data"):
         check_devices([HOST, META])
 
 
@@ -59,7 +59,7 @@ def test_a_load_to_what_is_not_there_is_refused_before_anything_is_read(tmp_path
     write_state(tmp_path / "c")
     checkpoint = zckpt.open(tmp_path / "c")
     before = replace(checkpoint.io)
-    with pytest.raises(zckpt.DeviceError, match="the devices there are: cpu"):
+    with pytest.raises(zckpt.DeviceError, match="there are: cpu"):
         LOADS[load](checkpoint, "xpu")
     assert checkpoint.io == before
 
@@ -106,6 +106,6 @@ def test_targets_have_to_be_on_a_device_that_works(tmp_path: Path, monkeypatch: 
     before = replace(checkpoint.io)
     monkeypatch.setattr(torch.Tensor, "is_cpu", False)  # as if tensors were on a device that cannot be read
     monkeypatch.setattr(torch.Tensor, "cpu", mock.Mock(side_effect=RuntimeError("out of order")))
-    with pytest.raises(zckpt.DeviceError, match="cannot use the device cpu: out of order"):
+    with pytest.raises(zckpt.DeviceError, match="device cpu: out of order"):
         checkpoint.load(out={"master/one": torch.empty(1)})
     assert checkpoint.io == before

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +13,7 @@ import pytest
 import torch
 
 import zckpt
+from tests.support.memory import peak_growth
 from tests.support.states import write_state
 from zckpt.cli import main
 from zckpt.validation.check import Share
@@ -228,24 +227,17 @@ def test_a_launcher_s_ranks_validate_together(cluster: Cluster, tmp_path: Path) 
     assert second == (0, ""), "rank 0 prints"
 
 
+def growth(path: str, small: str) -> int:
+    zckpt.validate(small, level="deep")
+    budget = zckpt.Budget(nbytes=16 << 20, threads=2)
+    return peak_growth(lambda: zckpt.validate(path, level="deep", budget=budget))
+
+
 @pytest.mark.linux
-def test_bounded_memory(tmp_path: Path) -> None:
+def test_bounded_memory(cluster: Cluster, tmp_path: Path) -> None:
     """Validation never holds a whole file in memory, however large the file is."""
     numel = 40 << 20
     write_state(tmp_path / "c", 1, {"a": torch.from_numpy(np.zeros(numel, np.float32))}, parts=("master",))
-    script = """
-import sys, torch, zckpt
-from pathlib import Path
-def status(field): return int(Path("/proc/self/status").read_text().split(field + ":")[1].split()[0]) << 10
-zckpt.validate(sys.argv[2], level="deep")
-Path("/proc/self/clear_refs").write_text("5")
-before = status("VmRSS")
-zckpt.validate(sys.argv[1], level="deep", budget=zckpt.Budget(nbytes=16 << 20, threads=2))
-print(status("VmHWM") - before)
-"""
     write_state(tmp_path / "small", 1, {"a": (5,)})
-    ran = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path / "c"), str(tmp_path / "small")],
-        capture_output=True, check=True, text=True, timeout=100,
-    )  # fmt: skip
-    assert int(ran.stdout) < 16 + 32 << 20 < 4 * numel
+    (grown,) = cluster.run(growth, 1, str(tmp_path / "c"), str(tmp_path / "small"), init=False)
+    assert grown < 16 + 32 << 20 < 4 * numel

@@ -94,9 +94,9 @@ def refuse_to_write(path: str) -> None:
         where = r"rank_state\[.\]\.optimizer\[0\]" if stage else r"optimizer\.states\[0\]"
         engine = make_engine(stage=stage, dtype="fp32", optimizer="opaque")
         train(engine, 1)
-        with pytest.raises(zckpt.StateError, match=rf"{where}\.values\.momentum is of the class Opaque"):
+        with pytest.raises(zckpt.StateError, match=rf"{where}\.values\.momentum .*Opaque"):
             zckpt.write(engine, f"{path}/c")
-        with pytest.raises(zckpt.UnsupportedError, match=r"momentum/.* is of the class Opaque"):
+        with pytest.raises(zckpt.UnsupportedError, match=r"momentum/.*Opaque"):
             zckpt.where(engine)
     assert not Path(path).exists()
 
@@ -156,9 +156,9 @@ def save_in_deepspeed_s_format(path: str) -> None:
 
 def test_no_conversion_loses_a_coded_state(cluster: Cluster, tmp_path: Path) -> None:
     cluster.run(save_in_deepspeed_s_format, 1, str(tmp_path))
-    with pytest.raises(zckpt.FormatError, match=r"its pickle asks for tests\.support\.coded\.Coded"):
+    with pytest.raises(zckpt.FormatError, match=r"asks for tests\.support\.coded\.Coded"):
         zckpt.convert(tmp_path / "tag", tmp_path / "converted")
     cluster.run(write_trained, 1, str(tmp_path / "c"), {"stage": 2, "optimizer": "coded"})
-    with pytest.raises(zckpt.UnsupportedError, match=r"momentum of layers\.0\.weight and 3 more is a Coded"):
+    with pytest.raises(zckpt.UnsupportedError, match=r"momentum of layers\.0\.weight .*Coded"):
         zckpt.convert(tmp_path / "c", tmp_path / "converted", to="deepspeed")
     assert not (tmp_path / "converted").exists()

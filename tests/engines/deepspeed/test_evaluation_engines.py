@@ -95,7 +95,7 @@ def take_from_evaluation(path: str, stages: list[int]) -> None:
         engine = make_engine(stage, **ODD)
         train(engine, 1)
         before = tensors_of(engine)
-        with pytest.raises(zckpt.MismatchError, match="optimizer: none in the checkpoint") as refused:
+        with pytest.raises(zckpt.MismatchError, match="optimizer: none") as refused:
             zckpt.restore(engine, path)
         assert 'parts=["param", "buffer"] restores the weights alone' in str(refused.value)
         assert_same(tensors_of(engine), before)

@@ -275,7 +275,7 @@ def write_after_backward(setup: dict[str, Any], swap: str, path: str) -> None:
     train(engine, 1)
     zckpt.write(engine, path)
     engine.backward(engine(x))
-    with pytest.raises(zckpt.UnsupportedError, match="gradients that no optimizer step has used yet"):
+    with pytest.raises(zckpt.UnsupportedError, match="gradients that no optimizer step"):
         zckpt.write(engine, f"{path}-dropped")
     zckpt.write(engine, f"{path}-dropped", pending_gradients="drop")
     assert same_all(zckpt.open(f"{path}-dropped").load(), zckpt.open(path).load())

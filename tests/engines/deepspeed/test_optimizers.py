@@ -254,12 +254,12 @@ def keep_odd_things(path: str) -> None:
         engine = make_engine(stage=stage, dtype="fp32", optimizer="factored")
         zckpt.write(engine, f"{path}/{stage}")
         train(engine, 2)
-        with pytest.raises(zckpt.MismatchError, match="missing: optimizer state columns, rows, sizes of layers"):
+        with pytest.raises(zckpt.MismatchError, match=r"missing: .*columns, rows, sizes of layers"):
             zckpt.restore(engine, f"{path}/{stage}")
         zckpt.write(engine, f"{path}/{stage}-trained")
         state = next(iter(inner(engine).state.values()))
         state["seen"] = {1, 2}
-        with pytest.raises(zckpt.StateError, match=rf"^{where}\.values\.seen: set cannot be kept"):
+        with pytest.raises(zckpt.StateError, match=rf"^{where}\.values\.seen: set"):
             zckpt.write(engine, f"{path}/{stage}-set")
     checkpoint = zckpt.open(f"{path}/2-trained")
     (lazy,), (eager,) = (checkpoint.rank_state(0, lazy=lazy)["optimizer"] for lazy in (True, False))
@@ -274,7 +274,7 @@ def refuse_to_keep_one_of_two(path: str) -> None:
     engine = make_engine(stage=2)
     train(engine, 1)
     inner(engine).param_groups[0]["d"] = 0.5 + torch.distributed.get_rank()
-    with pytest.raises(zckpt.StateError, match=r"param_groups\[0\]\.d is 0\.5 on rank 0, 1\.5 on rank 1"):
+    with pytest.raises(zckpt.StateError, match=r"param_groups\[0\]\.d .*0\.5 on rank 0.*1\.5 on rank 1"):
         zckpt.write(engine, path)
 
 

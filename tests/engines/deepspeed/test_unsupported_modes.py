@@ -51,9 +51,7 @@ def test_modes_of_older_versions_are_refused(cluster: Cluster, tmp_path: Path) -
 def write_with_sequences_cut(path: str) -> None:
     engine = make_engine(1, config={"sequence_parallel_size": 2, "data_parallel_size": 1})
     assert engine.sequence_parallel_size == 2
-    with pytest.raises(
-        zckpt.UnsupportedError, match=r"sequence parallelism over ranks \[0, 1\] by a device mesh below"
-    ):
+    with pytest.raises(zckpt.UnsupportedError, match=r"sequence parallelism .*\[0, 1\] by a device mesh"):
         zckpt.write(engine, path)
 
 

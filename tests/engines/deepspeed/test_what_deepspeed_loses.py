@@ -144,7 +144,7 @@ def one_group_of_two(path: str) -> None:
     train(engine, 1)
     zckpt.write(engine, path)
     before = tensors_of(other)
-    with pytest.raises(zckpt.MismatchError, match="one param group here, several with other lr, weight_decay when sav"):
+    with pytest.raises(zckpt.MismatchError, match=r"one param group .*lr, weight_decay"):
         zckpt.restore(other, path)
     assert_same(before, tensors_of(other))
     zckpt.restore(other, path, parts=["master"])

@@ -59,6 +59,7 @@ class TestFsdp2(TestAlone):
         return cluster.run
 
 
+@pytest.mark.matrix
 class TestDdp(TestFsdp2):
     other_ranks = (3,)
     setup: ClassVar = {"layout": "ddp"}

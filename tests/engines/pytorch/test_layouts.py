@@ -208,7 +208,7 @@ def test_what_cannot_be_saved_is_refused_by_name(cluster: Cluster, tmp_path: Pat
 
 def write_other_models(path: str) -> None:
     model = nn.ModuleDict({f"of_rank_{dist.get_rank()}": nn.Linear(3, 3)})
-    with pytest.raises(zckpt.RankError, match="the engine of rank 1 is not that of rank 0: its weights are others"):
+    with pytest.raises(zckpt.RankError, match=r"rank 1 .*rank 0: its weights"):
         zckpt.write((model, None), path)
 
 

@@ -169,7 +169,7 @@ def test_adam_and_adamw_are_told_apart_by_what_they_do(tmp_path: Path) -> None:
     state = make_state("alone", optimizer="adamw")
     train(state, 1)
     zckpt.write(state, tmp_path / "a")
-    with pytest.raises(zckpt.MismatchError, match=r"subtracts it from the weights"):
+    with pytest.raises(zckpt.MismatchError, match=r"subtracts it"):
         zckpt.restore(make_state("alone", optimizer="adam"), tmp_path / "a")
     alike = make_state("alone", optimizer="adam")
     alike.optimizers[0].param_groups[0]["decoupled_weight_decay"] = True
@@ -179,7 +179,7 @@ def test_adam_and_adamw_are_told_apart_by_what_they_do(tmp_path: Path) -> None:
 def test_a_buffer_that_is_not_dense_is_refused_by_name(tmp_path: Path) -> None:
     state = make_state("alone")
     state.model.register_buffer("sparse", torch.zeros(2, 2).to_sparse())
-    with pytest.raises(zckpt.UnsupportedError, match=r"buffer/sparse is a tensor of layout torch\.sparse_coo"):
+    with pytest.raises(zckpt.UnsupportedError, match=r"buffer/sparse .*torch\.sparse_coo"):
         zckpt.write(state, tmp_path / "a")
 
 

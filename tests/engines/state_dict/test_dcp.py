@@ -154,7 +154,7 @@ def test_one_writer_writes_several_checkpoints(tmp_path: Path) -> None:
         dcp.save({"w": WEIGHT * number}, checkpoint_id=tmp_path / str(number), storage_writer=writer, planner=planner)
     for number in range(2):
         assert torch.equal(zckpt.open(tmp_path / str(number)).load()["param/w"], WEIGHT * number)
-    with pytest.raises(CheckpointException, match=r"pass the path of the checkpoint to zckpt.dcp.Writer"):
+    with pytest.raises(CheckpointException, match=r"path .*zckpt.dcp.Writer"):
         dcp.save({"w": WEIGHT}, storage_writer=zckpt.dcp.Writer())
 
 
@@ -211,7 +211,7 @@ def load_training(path: str, layout: str) -> Any:
 def test_a_training_is_resumed_once_it_is_converted(tmp_path: Path) -> None:
     state, state_dict = trained("alone", 2)
     save(state_dict, tmp_path / "c")
-    with pytest.raises(zckpt.MismatchError, match="to resume the optimizer of a state dict, make"):
+    with pytest.raises(zckpt.MismatchError, match="optimizer of a state dict"):
         zckpt.restore(state, tmp_path / "c")
     zckpt.convert(tmp_path / "c", tmp_path / "folder", to="dcp")
     zckpt.convert(tmp_path / "folder", tmp_path / "new")

@@ -63,12 +63,12 @@ def test_names_are_those_of_dcp() -> None:
 @pytest.mark.parametrize(
     ("state_dict", "message"),
     [
-        ({"f": print}, "f: builtin_function_or_method cannot be kept"),
-        ({"a.b": WEIGHT, "a": {"b": WEIGHT}}, "two leaves of the state dict are called a.b"),
-        ({"s": {"w": WEIGHT.to_sparse()}}, "s.w is a tensor of layout torch.sparse_coo"),
+        ({"f": print}, "f: builtin_function_or_method"),
+        ({"a.b": WEIGHT, "a": {"b": WEIGHT}}, r"two leaves .*a.b"),
+        ({"s": {"w": WEIGHT.to_sparse()}}, r"s.w .*torch.sparse_coo"),
         ({"c": WEIGHT.to(torch.complex128)}, "c has dtype torch.complex128"),
-        ({"m": WEIGHT.to("meta")}, "param/m is on the device meta"),
-        ([WEIGHT], "a state dict is a dict of tensors and plain values by name, got list"),
+        ({"m": WEIGHT.to("meta")}, r"param/m .*device meta"),
+        ([WEIGHT], r"a state dict is .*got list"),
     ],
 )
 def test_what_cannot_be_written_is_refused_by_name(tmp_path: Path, state_dict: Any, message: str) -> None:
@@ -80,7 +80,7 @@ def test_what_cannot_be_written_is_refused_by_name(tmp_path: Path, state_dict: A
 def test_a_state_dict_that_contains_itself(tmp_path: Path) -> None:
     around: dict[str, Any] = {}
     around["in"] = around
-    with pytest.raises(zckpt.StateError, match="in is a value that contains itself"):
+    with pytest.raises(zckpt.StateError, match="contains itself"):
         zckpt.write_state_dict(around, tmp_path / "c")
 
 
@@ -88,9 +88,9 @@ def test_a_state_dict_that_contains_itself(tmp_path: Path) -> None:
     ("state_dict", "message"),
     [
         ({"model": {"a.weight": torch.zeros(5, 3), "b": torch.zeros(1)}}, "missing: model.b"),
-        ({"model": {"a.weight": torch.zeros(3, 5)}}, r"model.a.weight is \[5, 3\] in the checkpoint, \[3, 5\] here"),
-        ({"model": {"a.weight": torch.zeros(5, 3, dtype=torch.int64)}}, "model.a.weight: cannot load torch.float32 as"),
-        ({"epoch": torch.zeros(1)}, "epoch is a tensor here, a plain value in the checkpoint"),
+        ({"model": {"a.weight": torch.zeros(3, 5)}}, r"model.a.weight .*\[5, 3\] .*\[3, 5\]"),
+        ({"model": {"a.weight": torch.zeros(5, 3, dtype=torch.int64)}}, r"model.a.weight: .*torch.float32"),
+        ({"epoch": torch.zeros(1)}, "epoch is a tensor"),
         ({"x": {"epoch": 1, "model": {"tied": torch.zeros(5, 3)}}}, r"pass state_dict\['x'\]"),
     ],
 )
@@ -104,7 +104,7 @@ def test_what_does_not_fit_changes_nothing(tmp_path: Path, state_dict: Any, mess
 
 def test_a_tensor_without_memory_is_refused(tmp_path: Path) -> None:
     checkpoint = zckpt.open(zckpt.write_state_dict(nested(), tmp_path / "c"))
-    with pytest.raises(zckpt.MismatchError, match=r"model.tied is on the device meta"):
+    with pytest.raises(zckpt.MismatchError, match=r"model.tied .*device meta"):
         checkpoint.load_into({"model": {"tied": torch.zeros(5, 3, device="meta")}})
 
 
@@ -138,7 +138,7 @@ def test_weights_go_on_in_a_training(tmp_path: Path) -> None:
     model, other = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
     path = zckpt.write_state_dict(model.state_dict(), tmp_path / "c")
     state = zckpt.TrainState(other, torch.optim.SGD(other.parameters()))
-    with pytest.raises(zckpt.MismatchError, match=r"a state dict has no such state(?s:.*)parts=\["):
+    with pytest.raises(zckpt.MismatchError, match=r"no such state(?s:.*)parts=\["):
         zckpt.restore(state, path)
     zckpt.restore(state, path, parts=["param"])
     assert frozen(other.state_dict()) == frozen(model.state_dict())
@@ -220,12 +220,12 @@ def refusals(path: str) -> None:
         ({"r": DTensor.from_local(torch.ones(2) * rank, mesh, [Replicate()], run_check=False)}, "param/r has other"),
         ({"x": 1 if rank else WEIGHT}, "x is a tensor on one rank and a plain value on another"),
         ({"s": torch.zeros(3 + rank)}, r"param/s is F32 \[4\] on rank 1, F32 \[3\] on rank 0"),
-        ({"f": print if rank else 1}, "f: builtin_function_or_method cannot be kept"),
+        ({"f": print if rank else 1}, "f: builtin_function_or_method"),
     ]
     for state_dict, message in cases:
         with pytest.raises(zckpt.ZckptError, match=message):
             zckpt.write_state_dict(state_dict, path)
-    with pytest.raises(zckpt.RankError, match="the ranks have different per_rank arguments"):
+    with pytest.raises(zckpt.RankError, match="different per_rank arguments"):
         zckpt.write_state_dict({"v": 1}, path, per_rank=["v"] if rank else [])
 
 
