@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -31,8 +31,7 @@ if TYPE_CHECKING:
     from zckpt.geometry import Span
 
 
-@dataclass(frozen=True, slots=True)
-class ParameterRange:
+class ParameterRange(NamedTuple):
     """Elements of one parameter, which a flat buffer holds. There may be none."""
 
     name: str
@@ -164,7 +163,7 @@ class FlatBuffer:
         if part in self.wider:
             wider = {parameter_range.name: parameter_range for parameter_range in self.wider[part]}
             ranges = tuple(
-                replace(held, offset=wider[held.name].offset + held.span.start - wider[held.name].span.start)
+                held._replace(offset=wider[held.name].offset + held.span.start - wider[held.name].span.start)
                 for held in ranges
                 if held.span.numel
             )
@@ -185,7 +184,7 @@ class FlatBuffer:
         for written in self.ranges:
             span = read[written.name].span if written.name in read else written.span.narrow(0, 0)
             name = written.stored_name
-            yield Fragment(part, name, dtype_name(dtype, f"{part}/{name}"), span)
+            yield Fragment(part, name, dtype_name(dtype, part, name), span)
 
 
 def _fragments(
@@ -200,8 +199,8 @@ def _fragments(
         name, span = parameter_range.stored_name, parameter_range.span
         if span.numel:
             view = None if data is None else elements_of(data, parameter_range.offset, span.numel, dtype)
-            stored_dtype = dtype_name(dtype, f"{part}/{name}")
-            yield Fragment(part, name, stored_dtype, span, tier, replicated=parameter_range.replicated, data=view)
+            stored_dtype = dtype_name(dtype, part, name)
+            yield Fragment(part, name, stored_dtype, span, tier, 0, view, parameter_range.replicated)
 
 
 def elements_of(data: torch.Tensor | FileRange, start: int, count: int, dtype: torch.dtype) -> torch.Tensor | FileRange:
@@ -209,7 +208,14 @@ def elements_of(data: torch.Tensor | FileRange, start: int, count: int, dtype: t
     1-D view that shares its memory, and the range of a file as a smaller range."""
     if isinstance(data, FileRange):
         return data.narrow(start * dtype.itemsize, count * dtype.itemsize)
-    return data.detach().view(-1).narrow(0, start, count)
+    return view_of(data, start, count)
+
+
+def view_of(tensor: torch.Tensor, start: int, count: int) -> torch.Tensor:
+    """Does what ``elements_of`` does for a tensor. There may be very many, so no call of torch is made without need."""
+    flat = tensor.detach()
+    flat = flat if flat.dim() == 1 else flat.view(-1)
+    return flat if count == flat.numel() else flat.narrow(0, start, count)
 
 
 def foreign(parameters: Mapping[str, Any], optimized: Iterable[Any]) -> Iterator[str]:

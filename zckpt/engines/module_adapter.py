@@ -3,7 +3,6 @@ names, moments, buffers and extra state. The adapter of a framework derives from
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -14,7 +13,15 @@ from zckpt.engines import optimizer
 from zckpt.engines.contract import EngineAdapter
 from zckpt.engines.extra_state import ExtraState
 from zckpt.engines.flats import moments
-from zckpt.engines.tensors import dtype_name, holdings, named_parameters, persistent_buffers, some_bytes, some_of
+from zckpt.engines.tensors import (
+    dtype_name,
+    holdings,
+    local_of,
+    named_parameters,
+    persistent_buffers,
+    some_bytes,
+    some_of,
+)
 from zckpt.engines.trees import subtree
 from zckpt.errors import UnsupportedError
 from zckpt.format.names import Tier
@@ -86,9 +93,8 @@ class ModuleAdapter(EngineAdapter):
     @property
     def devices(self) -> frozenset[torch.device]:
         masters = (flat.master for flat in self.kind.flats)
-        weights = (self.kind.weight(name)[1] for name in self.parameters[0])
-        tensors = (data for data in weights if not isinstance(data, FileRange))
-        return frozenset({self.device, *devices_of(chain(tensors, self._all_buffers.values(), masters))})
+        weights = map(local_of, self.parameters[0].values())
+        return frozenset({self.device, *devices_of(chain(weights, self._all_buffers.values(), masters))})
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -153,7 +159,7 @@ class ModuleAdapter(EngineAdapter):
                     fragments += flat.expected(part, dtype)
         weights = (fragment for _, fragment in self.weights_to_read(empty=True))
         buffers = self.buffer_fragments(self.buffers[0], empty=True)
-        fragments += (replace(fragment, data=None) for fragment in chain(weights, buffers))
+        fragments += (fragment._replace(data=None) for fragment in chain(weights, buffers))
         fragments += self._wanted_extra(stored)
         return tuple(fragments)
 
@@ -165,7 +171,7 @@ class ModuleAdapter(EngineAdapter):
         saved = {**stored.get(PARAM, {}), **stored.get(BUFFER, {})}
         extra = {name: tensor for name, tensor in saved.items() if self._is_extra(name)}
         for name, like in {**self.extra.tensors, **extra}.items():
-            dtype = dtype_name(like.dtype, f"{BUFFER}/{name}")
+            dtype = dtype_name(like.dtype, BUFFER, name)
             yield Fragment(BUFFER, name, dtype, all_of(like.shape), copy=self.group.rank)
 
     def _is_extra(self, name: str) -> bool:
@@ -295,7 +301,7 @@ class ModuleAdapter(EngineAdapter):
 
     def _weight(self, held: ParameterRange, data: torch.Tensor | FileRange) -> Fragment:
         name = held.stored_name
-        dtype = dtype_name(self.parameters[0][held.name].dtype, f"{PARAM}/{name}")
+        dtype = dtype_name(self.parameters[0][held.name].dtype, PARAM, name)
         tier = Tier.NVME if isinstance(data, FileRange) else self.kind.tier(PARAM)
         return Fragment(PARAM, name, dtype, held.span, tier, replicated=held.replicated, data=data)
 
@@ -308,5 +314,5 @@ class ModuleAdapter(EngineAdapter):
                 raise UnsupportedError(f"{BUFFER}/{name} {why}")
             data = buffer.detach().resolve_conj().resolve_neg().contiguous().view(-1)
             if data.numel() or empty or rank == 0 or self.names_differ:
-                dtype = dtype_name(data.dtype, f"{BUFFER}/{name}")
+                dtype = dtype_name(data.dtype, BUFFER, name)
                 yield Fragment(BUFFER, name, dtype, all_of(buffer.shape), copy=rank, data=data)

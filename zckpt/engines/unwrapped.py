@@ -92,13 +92,16 @@ class Unwrapped(replicas.Replicated):
                     yield self._names[id(parameter)], view
 
     def _flat(self, param_group: ParamGroup) -> FlatBuffer:
-        ranges, shares, offset = [], [], 0
+        ranges: list[ParameterRange] = []
+        shares: list[ParameterRange] = []
+        offset = 0
         for parameter in param_group.parameters:
             name = self._names[id(parameter)]
             local = self._local_tensors[name]
-            held, share = local.span, self._share(name).of(local.span)
-            ranges.append(ParameterRange(name, held, offset, local.replicated, stored_as=local.stored_as))
-            shares.append(ParameterRange(name, share, offset + share.start - held.start, stored_as=local.stored_as))
+            held, share = local.span, self._share(name)
+            own = ParameterRange(name, held, offset, local.replicated, stored_as=local.stored_as)
+            ranges.append(own)
+            shares.append(own if share is held else own._replace(span=share, offset=offset + share.start - held.start))
             offset += held.numel
         whole = len(ranges) == 1 and ranges[0].span.numel == math.prod(ranges[0].span.grid.shape)
         return FlatBuffer(param_group.group, tuple(ranges), param_group.master, whole=whole, shares=tuple(shares))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from threading import Event
 from typing import TYPE_CHECKING
@@ -64,7 +64,7 @@ def where_it_is(fragment: Fragment) -> Fragment:
     """Returns ``fragment``. If its tensor is on disk, the data of the fragment is the range of the scratch file that
     has the values."""
     place = None if isinstance(fragment.data, FileRange | None) else place_of(fragment.data)
-    return fragment if place is None else replace(fragment, tier=Tier.NVME, data=place)
+    return fragment if place is None else fragment._replace(tier=Tier.NVME, data=place)
 
 
 def moved_from(storage: torch.UntypedStorage) -> Moved | None:

@@ -14,7 +14,7 @@ from zckpt.engines.state_view import StateView
 from zckpt.engines.tensors import local_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping, MutableMapping, Sequence
 
 
 class Optimizers:
@@ -36,7 +36,7 @@ class Optimizers:
 
 
 class States:
-    """The state of several optimizers, by the local tensor of each parameter."""
+    """The state of several optimizers, by the local tensor of each parameter. That of a DTensor is a ``LocalState``."""
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._parameters: dict[int, tuple[torch.optim.Optimizer, torch.Tensor]] = {}
@@ -55,16 +55,17 @@ class States:
     def get(self, local: torch.Tensor, default: Any = None) -> Any:
         """Returns the state under a key, or ``default`` if there is none yet."""
         optimizer, parameter = self._parameters[id(local)]
-        return LocalState(optimizer.state[parameter], parameter) if parameter in optimizer.state else default
+        return self[local] if parameter in optimizer.state else default
 
-    def __getitem__(self, local: torch.Tensor) -> LocalState:
+    def __getitem__(self, local: torch.Tensor) -> MutableMapping[str, Any]:
         optimizer, parameter = self._parameters[id(local)]
-        return LocalState(optimizer.state[parameter], parameter)
+        state: dict[str, Any] = optimizer.state[parameter]
+        return state if parameter is local else LocalState(state, parameter)
 
 
 class LocalState(StateView):
-    """What an optimizer keeps for one parameter. A DTensor is read as its local tensor. A tensor that is added with the
-    shape of the parameter's local tensor becomes a DTensor, if the parameter is one."""
+    """What an optimizer keeps for a parameter that is a DTensor. A DTensor is read as its local tensor. A tensor that
+    is added with the shape of the parameter's local tensor becomes a DTensor."""
 
     def __init__(self, state: dict[str, Any], parameter: torch.Tensor) -> None:
         super().__init__(state)
@@ -76,8 +77,7 @@ class LocalState(StateView):
 
     def __setitem__(self, key: str, value: Any) -> None:
         parameter: Any = self._parameter
-        local = local_of(parameter)
-        if local is not parameter and isinstance(value, torch.Tensor) and value.shape == local.shape:
+        if isinstance(value, torch.Tensor) and value.shape == local_of(parameter).shape:
             value = type(parameter.data).from_local(
                 value,
                 parameter.device_mesh,

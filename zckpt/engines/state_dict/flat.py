@@ -98,8 +98,7 @@ def _is_divided(value: object) -> bool:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class HeldTensor:
+class HeldTensor(NamedTuple):
     """What this rank holds of one tensor of a state dict."""
 
     chunks: tuple[tuple[Span, torch.Tensor], ...]
@@ -118,7 +117,7 @@ class HeldTensor:
     def of_ranks(self, ranks: Sequence[int]) -> HeldTensor:
         """Returns the same, if only these ranks have a tensor of this name."""
         label = f"{self.replicated} of {ranks}" if self.replicated and len(ranks) > 1 else ""
-        return replace(self, replicated=label)
+        return self._replace(replicated=label)
 
 
 def held(name: str, tensor: torch.Tensor, ranks: int, local: torch.Tensor | None = None) -> HeldTensor:
@@ -202,7 +201,7 @@ class Contents:
     def with_own(self, per_rank: Collection[str]) -> Contents:
         """Returns the same, with the plain tensors that a name or glob in ``per_rank`` matches as each rank's own."""
         tensors = {
-            name: replace(tensor, replicated="", own=True) if matches(name, per_rank) and is_whole(tensor) else tensor
+            name: tensor._replace(replicated="", own=True) if matches(name, per_rank) and is_whole(tensor) else tensor
             for name, tensor in self.tensors.items()
         }
         return replace(self, tensors=tensors)
