@@ -16,7 +16,7 @@ from zckpt.format import names, tree
 from zckpt.format.digest import digest
 from zckpt.format.names import Tier
 from zckpt.geometry import all_of
-from zckpt.offloading.away import where_it_is
+from zckpt.offloading.away import where_they_are
 from zckpt.plan.replicas import ReplicaSet
 from zckpt.state.inventory import BUFFER, PARAM, RESERVED_PARTS, STATE, Fragment
 from zckpt.state.lineage import Use, use_of
@@ -71,7 +71,7 @@ def collect(
     synchronize(adapter.devices)
     inventory = adapter.inventory(options.parts)
     wanted = {*(parts if options.parts is None else options.parts)}.difference(options.exclude)
-    fragments = [where_it_is(fragment) for fragment in inventory.fragments if fragment.part not in options.exclude]
+    fragments = where_they_are(fragment for fragment in inventory.fragments if fragment.part not in options.exclude)
     for part in {fragment.part for fragment in fragments}:  # It becomes the name of a file.
         names.check_part_name(part)
     names.check_tensor_names([fragment.name for fragment in fragments])
