@@ -12,8 +12,9 @@ quantized moments, even if they have the shape of the flat buffer.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,7 +27,7 @@ from zckpt.state.inventory import MASTER, RESERVED_PARTS, FileRange, Fragment
 from zckpt.transfer.memory import has_own_operations
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from zckpt.geometry import Span
 
@@ -107,6 +108,10 @@ def momentum_of_muon(
     return {"momentum_buffer": tuple(whole)} if whole else {}
 
 
+_NONE: Mapping[str, Any] = {}
+"""One object for all flat buffers, because there may be very many."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class FlatBuffer:
     """One flat buffer of this rank. It is 1-D, or it is one whole parameter in the parameter's own shape."""
@@ -119,13 +124,13 @@ class FlatBuffer:
     master: torch.Tensor
     """The master weights. The optimizer's state has this tensor as its key. It has no elements while the values are in
     a swap file."""
-    files: Mapping[str, FileRange] = field(default_factory=dict)
+    files: Mapping[str, FileRange] = field(default_factory=lambda: _NONE)
     """For each part of the flat buffer that is in a swap file now, the range of that file. While it is there, the
     tensor of the part has no elements."""
     whole: bool = False
     """Whether the flat buffer holds exactly one parameter, whole, in its own shape and equal on every rank that has
     it."""
-    wider: Mapping[str, tuple[ParameterRange, ...]] = field(default_factory=dict)
+    wider: Mapping[str, tuple[ParameterRange, ...]] = field(default_factory=lambda: _NONE)
     """For each moment that is 1-D and holds more elements than the flat buffer: the ranges of the parameters in that
     moment."""
     shares: tuple[ParameterRange, ...] | None = None
@@ -231,16 +236,16 @@ def moments(flat: FlatBuffer, state: Mapping[str, Any]) -> dict[str, torch.Tenso
     return {key: value for key, value in state.items() if _is_moment(flat, key, value)}
 
 
-def numbers(flat: FlatBuffer, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the values in the optimizer's state of a flat buffer that have the same meaning for any flat buffer, such
-    as ``step``."""
-    return {key: value for key, value in _state_without_moments(flat, state) if not is_bound(value)}
-
-
-def bound(flat: FlatBuffer, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the values in the optimizer's state of a flat buffer that have a meaning only for a flat buffer with the
-    same ``geometry``."""
-    return {key: value for key, value in _state_without_moments(flat, state) if is_bound(value)}
+def numbers_and_bound(flat: FlatBuffer, state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the values in the optimizer's state of a flat buffer that are not moments: those that have the same
+    meaning for any flat buffer, such as ``step``, and those that have a meaning only for a flat buffer with the same
+    ``geometry``."""
+    numbers: dict[str, Any] = {}
+    bound: dict[str, Any] = {}
+    for key, value in state.items():
+        if not _is_moment(flat, key, value) and not _is_leftover(key):
+            (bound if is_bound(value) else numbers)[key] = value
+    return numbers, bound
 
 
 def geometry(flat: FlatBuffer) -> dict[str, Any]:
@@ -253,13 +258,6 @@ def geometry(flat: FlatBuffer) -> dict[str, Any]:
     return {"numel": flat.numel, "slots": ranges}
 
 
-def _state_without_moments(flat: FlatBuffer, state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yields the entries of the optimizer's state that are not moments."""
-    for key, value in state.items():
-        if not _is_moment(flat, key, value) and not _is_leftover(key):
-            yield key, value
-
-
 def is_bound(value: Any) -> bool:
     """Returns whether a value of the optimizer's state that is not a moment is bound to its flat buffer."""
     if isinstance(value, torch.Tensor):
@@ -268,15 +266,19 @@ def is_bound(value: Any) -> bool:
 
 
 def _is_moment(flat: FlatBuffer, key: str, value: Any) -> bool:
-    # torch keeps `step` as a tensor of shape (), which is also the shape of a parameter without dimensions.
-    if not isinstance(value, torch.Tensor) or key == "step" or key in RESERVED_PARTS or _is_leftover(key):
-        return False
     # With operations of its own, it has the shape of the weights, but its values are elsewhere.
-    if not is_part_name(key) or has_own_operations(value):
+    if not isinstance(value, torch.Tensor) or not _names_moment(key) or has_own_operations(value):
         return False
-    if flat.files and value.shape == flat.master.shape:
-        return True  # Both are in swap files now, so both tensors have no elements.
+    if value.shape == flat.master.shape and (flat.files or key not in flat.wider):
+        return True  # If both are in swap files now, both tensors have no elements.
     return tuple(value.shape) == flat.moment_shape(key)
+
+
+@cache  # There may be very many parameters, with few keys.
+def _names_moment(key: object) -> bool:
+    """Returns whether a moment may have this key in the optimizer's state."""
+    # torch keeps `step` as a tensor of shape (), which is also the shape of a parameter without dimensions.
+    return is_part_name(key) and key != "step" and key not in RESERVED_PARTS and not _is_leftover(key)
 
 
 _LEFTOVER = "_offload_buffer"

@@ -41,7 +41,7 @@ from zckpt.transfer.devices import devices_of
 from zckpt.transfer.memory import not_plain
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     from zckpt.engines.contract import Stored
     from zckpt.engines.flats import ParameterRange
@@ -50,6 +50,8 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T", bound=torch.Tensor)
+Named = tuple[dict[str, T], dict[str, str]]
+"""Tensors by their first names, and for each other name of a tied tensor its first name."""
 
 
 class ModuleAdapter(EngineAdapter):
@@ -98,10 +100,15 @@ class ModuleAdapter(EngineAdapter):
 
     @property
     def parts(self) -> tuple[str, ...]:
-        return (*((MASTER,) if self.trains else ()), *self.live_moments, PARAM, BUFFER)
+        return self._parts(self._moments)
+
+    def _parts(self, moments_of_flats: Sequence[Mapping[str, torch.Tensor]]) -> tuple[str, ...]:
+        masters = (MASTER,) if self.trains else ()
+        return (*masters, *dict.fromkeys(chain.from_iterable(moments_of_flats)), PARAM, BUFFER)
 
     def inventory(self, parts: Collection[str] | None) -> Inventory:
-        available = self.parts
+        moments_of_flats = self._moments
+        available = self._parts(moments_of_flats)
         unknown = sorted(set(parts or ()) - set(available))
         if unknown:
             raise ValueError(f"the engine has no part {', '.join(unknown)}; it has {', '.join(available)}")
@@ -116,7 +123,7 @@ class ModuleAdapter(EngineAdapter):
             elif part == PARAM:
                 fragments += self._weights(self.masterless if parts is None else self._in_memory_order)
             else:
-                fragments += self._flat_fragments(part)
+                fragments += self._flat_fragments(part, moments_of_flats)
         aliases = {**self.parameters[1], **self.buffers[1]}
         return Inventory(tuple(fragments), aliases, frozenset(self.extra.tensors), tuple(self.extra.unsaved))
 
@@ -191,16 +198,21 @@ class ModuleAdapter(EngineAdapter):
         return [f"{part}/{name}" for part, names in stored.items() for name in names if not has_place(part, name)]
 
     @cached_property
+    def _named(self) -> tuple[Named[torch.nn.Parameter], Named[torch.Tensor]]:
+        """The parameters and the persistent buffers of the module, by the names that they have in it."""
+        return named_parameters(self.module), persistent_buffers(self.module)
+
+    @cached_property
     def parameters(self) -> tuple[dict[str, torch.nn.Parameter], dict[str, str]]:
         """The parameters of the module by their first names, and for each other name of a tied parameter its first
         name."""
-        return self._renamed(named_parameters(self.module))
+        return self._renamed(self._named[0])
 
     @cached_property
     def buffers(self) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         """The persistent buffers of the module by their first names, and for each other name of a tied buffer its first
         name."""
-        return self._renamed(persistent_buffers(self.module))
+        return self._renamed(self._named[1])
 
     @cached_property
     def _stored_parameters(self) -> frozenset[str]:
@@ -230,7 +242,7 @@ class ModuleAdapter(EngineAdapter):
     def extra(self) -> ExtraState:
         """The state that modules add to their ``state_dict`` by themselves."""
         # These are the names that the tensors have in the ``state_dict`` of the module.
-        (parameters, aliases), (buffers, more_aliases) = named_parameters(self.module), persistent_buffers(self.module)
+        (parameters, aliases), (buffers, more_aliases) = self._named
         names = {*parameters, *aliases, *buffers, *more_aliases}
         return ExtraState(self.module, names, [*parameters.values(), *buffers.values()])
 
@@ -253,8 +265,12 @@ class ModuleAdapter(EngineAdapter):
     @property
     def live_moments(self) -> tuple[str, ...]:
         """The names of the moments that exist in memory or in swap files now."""
-        parts = (moments(flat, self._state_of(flat.master)) for flat in self.kind.flats)
-        return tuple(dict.fromkeys(part for flat_parts in parts for part in flat_parts))
+        return tuple(dict.fromkeys(chain.from_iterable(self._moments)))
+
+    @property
+    def _moments(self) -> list[dict[str, torch.Tensor]]:
+        """The moments of each flat buffer that exist in memory or in swap files now."""
+        return [moments(flat, self._state_of(flat.master)) for flat in self.kind.flats]
 
     def _state_of(self, master: torch.Tensor) -> dict[str, Any]:
         """Returns what the optimizer keeps for a flat buffer. ``master``: the master weights of that flat buffer."""
@@ -275,12 +291,14 @@ class ModuleAdapter(EngineAdapter):
         """Returns the tree ``EXTRA_STATE``, if there is any extra state."""
         return {EXTRA_STATE: sorted(self.extra.tensors)} if self.extra.tensors else {}
 
-    def _flat_fragments(self, part: str) -> Iterator[Fragment]:
-        """Yields the fragments that this rank writes of the master weights or of one moment."""
-        for flat in self.kind.flats:
-            data = flat.master if part == MASTER else moments(flat, self._state_of(flat.master)).get(part)
+    def _flat_fragments(self, part: str, moments_of_flats: Sequence[Mapping[str, torch.Tensor]]) -> Iterator[Fragment]:
+        """Yields the fragments that this rank writes of the master weights or of one moment. ``moments_of_flats``: the
+        value of ``_moments``."""
+        tier = self.kind.tier(part)
+        for flat, of_flat in zip(self.kind.flats, moments_of_flats, strict=True):
+            data = flat.master if part == MASTER else of_flat.get(part)
             if data is not None:
-                yield from flat.fragments(part, data.dtype, flat.files.get(part, data), self.kind.tier(part))
+                yield from flat.fragments(part, data.dtype, flat.files.get(part, data), tier)
 
     def _weights(self, names: Iterable[str]) -> Iterator[Fragment]:
         """Yields a fragment for what this rank holds of each weight, in the dtype that the model computes with."""
