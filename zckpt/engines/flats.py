@@ -231,21 +231,31 @@ def foreign(parameters: Mapping[str, Any], optimized: Iterable[Any]) -> Iterator
         yield "an optimizer with parameters that are not the model's: make it after the model is wrapped or sharded"
 
 
+class Divided(NamedTuple):
+    """The optimizer's state of a flat buffer, without leftovers."""
+
+    moments: dict[str, torch.Tensor]
+    """The moments, by the names that torch gives them."""
+    numbers: dict[str, Any]
+    """The values that have the same meaning for any flat buffer, such as ``step``."""
+    bound: dict[str, Any]
+    """The values that have a meaning only for a flat buffer with the same ``geometry``."""
+
+
+def divided(flat: FlatBuffer, state: Mapping[str, Any]) -> Divided:
+    """Divides the optimizer's state of a flat buffer."""
+    parts = Divided({}, {}, {})
+    for key, value in state.items():
+        if _is_moment(flat, key, value):
+            parts.moments[key] = value
+        elif not _is_leftover(key):
+            (parts.bound if is_bound(value) else parts.numbers)[key] = value
+    return parts
+
+
 def moments(flat: FlatBuffer, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Returns the moments in the optimizer's state of a flat buffer, by the names that torch gives them."""
-    return {key: value for key, value in state.items() if _is_moment(flat, key, value)}
-
-
-def numbers_and_bound(flat: FlatBuffer, state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the values in the optimizer's state of a flat buffer that are not moments: those that have the same
-    meaning for any flat buffer, such as ``step``, and those that have a meaning only for a flat buffer with the same
-    ``geometry``."""
-    numbers: dict[str, Any] = {}
-    bound: dict[str, Any] = {}
-    for key, value in state.items():
-        if not _is_moment(flat, key, value) and not _is_leftover(key):
-            (bound if is_bound(value) else numbers)[key] = value
-    return numbers, bound
+    return divided(flat, state).moments
 
 
 def geometry(flat: FlatBuffer) -> dict[str, Any]:
