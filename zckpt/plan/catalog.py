@@ -39,18 +39,18 @@ Kind = tuple[tuple[int, ...], str, "Sections"]
 
 
 class Tensors(NamedTuple):
-    """Tensors as columns: the name of each, and the position of its kind in ``kinds``."""
+    """Tensors as columns: the name of each, and the position of its kind in ``kinds``, as the bytes of a u32."""
 
     names: tuple[str, ...]
-    kind: tuple[int, ...]
+    kind: bytes
     kinds: tuple[Kind, ...]
 
     @classmethod
     def of(cls, tensors: Collection[tuple[str, Kind]]) -> Tensors:
         """Returns the columns of tensors, of which each is given as its name and its kind."""
         kinds: dict[Kind, int] = {}
-        kind = tuple(kinds.setdefault(kind, len(kinds)) for _, kind in tensors)
-        return cls(tuple(name for name, _ in tensors), kind, tuple(kinds))
+        kind = np.array([kinds.setdefault(kind, len(kinds)) for _, kind in tensors], "<u4")
+        return cls(tuple(name for name, _ in tensors), kind.tobytes(), tuple(kinds))
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +156,7 @@ def unpack(raws: Iterable[bytes]) -> list[RankRecord]:
         key = digest(packed_tensors)
         if key not in lists:
             of_rank, kind, kinds = msgpack.unpackb(packed_tensors, use_list=False)
-            lists[key] = Tensors(tuple(names.setdefault(name, name) for name in of_rank), kind, kinds)
+            lists[key] = Tensors(tuple([names.setdefault(name, name) for name in of_rank]), kind, kinds)
         own_columns = (
             PieceColumns(
                 *(
@@ -186,7 +186,7 @@ class _Numbered:
         if id(tensors) not in self._known:
             name = [self.names.setdefault(name, len(self.names)) for name in tensors.names]
             kind = np.array([self.kinds.setdefault(kind, len(self.kinds)) for kind in tensors.kinds], np.int64)
-            self._known[id(tensors)] = np.array(name, np.int64), kind[np.array(tensors.kind, np.int64)]
+            self._known[id(tensors)] = np.array(name, np.int64), kind[np.frombuffer(tensors.kind, "<u4")]
         return self._known[id(tensors)]
 
 
@@ -218,8 +218,9 @@ def _rows_of_part(files: Sequence[_FilePieces], names: int) -> tuple[Ints, Ints,
     ``names``: how many names there are."""
     kind, count = np.zeros(names, np.int64), np.zeros(names, np.int64)
     for file in files:
-        kind[file.name] = file.kind
-        count += np.bincount(file.name, minlength=names)
+        name = file.name
+        kind[name] = file.kind
+        np.add.at(count, name, 1)
     present = np.flatnonzero(count)
     return present, kind[present], count[present]
 
