@@ -22,7 +22,6 @@ import time
 import tracemalloc
 from collections import defaultdict
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -257,7 +256,7 @@ def take_fragments(rank: int) -> None:
     for ranks in RANKS_OF.values():
         tensors = [fragment.data for fragment in ranks[rank] if isinstance(fragment.data, torch.Tensor)]
         parts = torch.cat(tensors).split([tensor.numel() for tensor in tensors])
-        ranks[rank] = [replace(fragment, data=part) for fragment, part in zip(ranks[rank], parts, strict=True)]
+        ranks[rank] = [fragment._replace(data=part) for fragment, part in zip(ranks[rank], parts, strict=True)]
 
 
 def write(path: Path, label: str, pools: Sequence[Pool]) -> None:

@@ -342,7 +342,7 @@ def _contents(items: Iterable[WriteItem], planner: SavePlanner, ranks: int) -> C
         else:
             tensor, before = _held(item, data, live.get(name), ranks), contents.tensors.get(name)
             contents.paths[name] = path
-            contents.tensors[name] = tensor if before is None else replace(before, chunks=before.chunks + tensor.chunks)
+            contents.tensors[name] = tensor if before is None else before._replace(chunks=before.chunks + tensor.chunks)
     return contents
 
 

@@ -121,7 +121,7 @@ def test_a_write_that_does_not_fit_is_refused_before_a_byte_is_written(tmp_path:
     zckpt.write(engine, tmp_path / "source")
     (tmp_path / "swap").write_bytes(engine.weight.numpy().tobytes())
     span = FileRange(str(tmp_path / "swap"), 0, 4 * MIB)
-    swapped_fragments = [dataclasses.replace(original, tier=Tier.NVME, data=span) for original in engine.fragments()]
+    swapped_fragments = [original._replace(tier=Tier.NVME, data=span) for original in engine.fragments()]
     swapped.fragments = lambda: swapped_fragments  # type: ignore[method-assign]
     with mounted(tmp_path / "disk", "size=12m") as disk:
         zckpt.write(engine, disk / "old")

@@ -152,7 +152,8 @@ def test_rank_records_of_several_ranks_share_their_tensors() -> None:
 def synthetic(ranks: int, tensors: int, parts: int) -> list[catalog.RankRecord]:
     """Makes the records of ranks that each hold an equal share of every tensor. All parts share one set of columns,
     because it is large."""
-    names = catalog.packed_tensors((f"layer.{number}", (4 * ranks,), "F32", ()) for number in range(tensors))
+    kind: catalog.Kind = ((4 * ranks,), "F32", ())
+    columns_of_tensors = catalog.Tensors.of([(f"layer.{number}", kind) for number in range(tensors)])
     number = np.arange(tensors)
     zeros = np.zeros(tensors, np.int64)
     rank_records = []
@@ -162,7 +163,7 @@ def synthetic(ranks: int, tensors: int, parts: int) -> list[catalog.RankRecord]:
             catalog.FileRecord(f"part{part}", Tier.DEVICE, 4096 + 16 * tensors, 4096, part * (tensors + 1), 0, "")
             for part in range(parts)
         )
-        rank_records.append(catalog.RankRecord(rank, bytes(16), names, (columns,), data_files))
+        rank_records.append(catalog.RankRecord(rank, bytes(16), columns_of_tensors, (columns,), data_files))
     return rank_records
 
 

@@ -6,7 +6,6 @@ import os
 import signal
 import threading
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -56,7 +55,7 @@ class Half(Engine):
         halves = [(f, f.data) for f in self.fragments()]
         return Inventory(
             tuple(
-                replace(f, span=f.span.narrow(start, stop - start), data=d[start:stop])  # type: ignore[index]
+                f._replace(span=f.span.narrow(start, stop - start), data=d[start:stop])  # type: ignore[index]
                 for f, d in halves
                 if d is not None
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -138,7 +138,7 @@ def swap_out(fragments: list[Fragment], path: Path) -> list[Fragment]:
                 file.write(b"junk")
                 file_range = FileRange(str(path), file.tell(), fragment.data.nbytes)
                 file.write(fragment.data.numpy().tobytes())
-                fragment = replace(fragment, data=file_range)
+                fragment = fragment._replace(data=file_range)
             swapped.append(fragment)
     return swapped
 

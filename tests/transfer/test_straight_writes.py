@@ -7,7 +7,6 @@ import itertools
 import mmap
 import os
 import threading
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -183,7 +182,7 @@ def test_a_buffer_that_changes_while_it_is_written_can_be_loaded(tmp_path: Path)
 def test_data_that_are_not_the_elements_of_a_fragment_are_not_written(tmp_path: Path, count: int) -> None:
     wrong = {"lie in order": torch.zeros(2 * count)[::2], "are its elements": torch.zeros(count - 1)}
     for why, data in wrong.items():
-        fragments = [replace(fragment("master", "w", torch.zeros(count), 0, count), data=data)]
+        fragments = [fragment("master", "w", torch.zeros(count), 0, count)._replace(data=data)]
         packed = pack_tree({"engine": {}, "client_state": {}}, "", fragments, 0)
         with pytest.raises(AssertionError, match=why):
             write_fragments(tmp_path / why, [fragments], catalog.SaveMetadata(1, BLOCK_BYTES, {}, packed, {}))

@@ -176,7 +176,7 @@ def _agreed(
 ) -> tuple[FlatState, WriteOptions]:
     """Compares what the ranks have. Returns what this rank writes, and the options with its plain values. Mostly all
     ranks have the same names and values. Only if not, they tell each other what they have."""
-    made: list[tuple[Contents, list[bytes]]] = []
+    made: list[tuple[Contents, list[Any]]] = []
 
     def prepare() -> list[Any]:
         patterns = several(per_rank) or ()
@@ -191,8 +191,8 @@ def _agreed(
             for name, value in contents.values.items()
         }
         tensors = [{name: contents.paths[name] for name in contents.tensors}, contents.aliases()]
-        made.append((contents, [msgpack.packb(tensors), msgpack.packb(values)]))
-        return [*map(digest, made[0][1]), sorted(patterns)]
+        made.append((contents, [tensors, values]))
+        return [digest(msgpack.packb(tensors)), digest(msgpack.packb(values)), sorted(patterns)]
 
     def compare(digests: Sequence[Any]) -> list[bool]:
         check_equal([of_rank[2] for of_rank in digests], "per_rank arguments")
@@ -203,11 +203,9 @@ def _agreed(
     ((contents, outlines),) = made
     told = [outlines]
     if any(differ):
-        own = [outline if differs else b"" for outline, differs in zip(outlines, differ, strict=True)]
+        own = [outline if differs else None for outline, differs in zip(outlines, differ, strict=True)]
         told = ranks.share(lambda: own, "compare the state dicts")
-    tensors, values = (
-        [msgpack.unpackb(of_rank[which]) for of_rank in (told if differ[which] else [outlines])] for which in range(2)
-    )
+    tensors, values = ([of_rank[which] for of_rank in (told if differ[which] else [outlines])] for which in range(2))
     return _divided(contents, tensors, values, options, group, ranks.rank)
 
 
@@ -242,7 +240,9 @@ def _divided(
         OWN: [name for name, ranks in value_holders.items() if not values_of_ranks[ranks[0]][name][1]],
         STREAMS: [name for name, ranks in value_holders.items() if values_of_ranks[ranks[0]][name][2]],
     }
-    state = FlatState(tensors, aliases, tree, {name: ranks[0] for name, ranks in holders.items()}, group=group)
+    state = FlatState(
+        tensors, aliases, tree, {name: ranks[0] for name, ranks in holders.items() if ranks[0]}, group=group
+    )
     history_of(state).run_id = run_by_tensors((name, ()) for name in sorted(paths))
     first = {name: value for name, value in contents.values.items() if value_holders[name][0] == rank}
     own = {name: contents.values[name] for name in tree[OWN] if name in contents.values}
@@ -251,8 +251,10 @@ def _divided(
     return state, replace(options, rank_state={**first, **own} or None)
 
 
-def _holders(of_ranks: Sequence[Mapping[str, object]]) -> dict[str, list[int]]:
+def _holders(of_ranks: Sequence[Mapping[str, object]]) -> Mapping[str, Sequence[int]]:
     """Returns the ranks that have each name. If all ranks have the same names, it is rank 0 for each."""
+    if len(of_ranks) == 1:
+        return dict.fromkeys(of_ranks[0], (0,))
     holders: dict[str, list[int]] = {}
     for rank, names in enumerate(of_ranks):
         for name in names:

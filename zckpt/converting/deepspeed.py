@@ -4,7 +4,6 @@ the same functions."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cached_property, lru_cache
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -387,13 +386,13 @@ class _Reader:
                 span = Share(owners.rank, owners.size).of(held)
                 first = span.start - held.start
             if span.numel or (owners.rank == 0 and not held.grid.numel):
-                dtype = dtype_name(data.dtype, f"{PARAM}/{name}")
+                dtype = dtype_name(data.dtype, PARAM, name)
                 fragment = Fragment(PARAM, local.stored_as or name, dtype, span, tier)
                 if isinstance(data, Stacked):
                     yield from ((filled, local) for filled in data.fill([fragment], held))
                     continue
                 elements = in_order(data.detach()).view(-1)[first : first + span.numel]
-                yield replace(fragment, data=elements), local
+                yield fragment._replace(data=elements), local
 
     def _own_buffers(self, states: ModelStates, rank: int) -> Iterator[Fragment]:
         """Yields a fragment for each buffer on rank 0. On another rank, yields a fragment for each buffer whose values
@@ -402,7 +401,7 @@ class _Reader:
             data = in_order(buffer.detach()).view(-1)
             first_digest = self._first.buffer_digests.get(name)
             if rank == 0 or first_digest is None or values_digest(data) != first_digest:
-                dtype = dtype_name(data.dtype, f"{BUFFER}/{name}")
+                dtype = dtype_name(data.dtype, BUFFER, name)
                 if data.numel() or rank == 0:
                     yield Fragment(BUFFER, name, dtype, all_of(buffer.shape), copy=rank, data=data)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any
 
@@ -290,7 +290,7 @@ def _shared(name: str, local: LocalTensor, offset: int) -> ParameterRange:
 
 def _stored(ranges: Iterable[ParameterRange], local_tensors: Mapping[str, LocalTensor]) -> tuple[ParameterRange, ...]:
     """Returns the same ranges with the names that the parameters have in a checkpoint."""
-    return tuple(replace(held, stored_as=local_tensors[held.name].stored_as) for held in ranges)
+    return tuple(held._replace(stored_as=local_tensors[held.name].stored_as) for held in ranges)
 
 
 def _key(shape: Sequence[int], master: torch.Tensor | Stacked) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from zckpt.errors import FormatError
@@ -52,4 +52,4 @@ class Stacked:
                 if span.numel:
                     first = span.start - held.start - begin
                     data = in_order(part.detach()).view(-1)[first : first + span.numel]
-                    yield replace(fragment, span=span, data=data)
+                    yield fragment._replace(span=span, data=data)

@@ -173,4 +173,4 @@ class _Planned:
 def _where_it_is(fragment: Fragment) -> Fragment:
     """Returns ``fragment``. If the values of its tensor are in a file, its data is the range of the file."""
     place = stored_range(fragment.data) if isinstance(fragment.data, torch.Tensor) else None
-    return fragment if place is None else replace(fragment, data=place)
+    return fragment if place is None else fragment._replace(data=place)

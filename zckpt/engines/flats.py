@@ -12,10 +12,11 @@ quantized moments, even if they have the shape of the flat buffer.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from functools import cache
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -26,13 +27,12 @@ from zckpt.state.inventory import MASTER, RESERVED_PARTS, FileRange, Fragment
 from zckpt.transfer.memory import has_own_operations
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from zckpt.geometry import Span
 
 
-@dataclass(frozen=True, slots=True)
-class ParameterRange:
+class ParameterRange(NamedTuple):
     """Elements of one parameter, which a flat buffer holds. There may be none."""
 
     name: str
@@ -108,6 +108,10 @@ def momentum_of_muon(
     return {"momentum_buffer": tuple(whole)} if whole else {}
 
 
+_NONE: Mapping[str, Any] = {}
+"""One object for all flat buffers, because there may be very many."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class FlatBuffer:
     """One flat buffer of this rank. It is 1-D, or it is one whole parameter in the parameter's own shape."""
@@ -120,13 +124,13 @@ class FlatBuffer:
     master: torch.Tensor
     """The master weights. The optimizer's state has this tensor as its key. It has no elements while the values are in
     a swap file."""
-    files: Mapping[str, FileRange] = field(default_factory=dict)
+    files: Mapping[str, FileRange] = field(default_factory=lambda: _NONE)
     """For each part of the flat buffer that is in a swap file now, the range of that file. While it is there, the
     tensor of the part has no elements."""
     whole: bool = False
     """Whether the flat buffer holds exactly one parameter, whole, in its own shape and equal on every rank that has
     it."""
-    wider: Mapping[str, tuple[ParameterRange, ...]] = field(default_factory=dict)
+    wider: Mapping[str, tuple[ParameterRange, ...]] = field(default_factory=lambda: _NONE)
     """For each moment that is 1-D and holds more elements than the flat buffer: the ranges of the parameters in that
     moment."""
     shares: tuple[ParameterRange, ...] | None = None
@@ -164,7 +168,7 @@ class FlatBuffer:
         if part in self.wider:
             wider = {parameter_range.name: parameter_range for parameter_range in self.wider[part]}
             ranges = tuple(
-                replace(held, offset=wider[held.name].offset + held.span.start - wider[held.name].span.start)
+                held._replace(offset=wider[held.name].offset + held.span.start - wider[held.name].span.start)
                 for held in ranges
                 if held.span.numel
             )
@@ -185,7 +189,7 @@ class FlatBuffer:
         for written in self.ranges:
             span = read[written.name].span if written.name in read else written.span.narrow(0, 0)
             name = written.stored_name
-            yield Fragment(part, name, dtype_name(dtype, f"{part}/{name}"), span)
+            yield Fragment(part, name, dtype_name(dtype, part, name), span)
 
 
 def _fragments(
@@ -200,8 +204,8 @@ def _fragments(
         name, span = parameter_range.stored_name, parameter_range.span
         if span.numel:
             view = None if data is None else elements_of(data, parameter_range.offset, span.numel, dtype)
-            stored_dtype = dtype_name(dtype, f"{part}/{name}")
-            yield Fragment(part, name, stored_dtype, span, tier, replicated=parameter_range.replicated, data=view)
+            stored_dtype = dtype_name(dtype, part, name)
+            yield Fragment(part, name, stored_dtype, span, tier, 0, view, parameter_range.replicated)
 
 
 def elements_of(data: torch.Tensor | FileRange, start: int, count: int, dtype: torch.dtype) -> torch.Tensor | FileRange:
@@ -209,7 +213,14 @@ def elements_of(data: torch.Tensor | FileRange, start: int, count: int, dtype: t
     1-D view that shares its memory, and the range of a file as a smaller range."""
     if isinstance(data, FileRange):
         return data.narrow(start * dtype.itemsize, count * dtype.itemsize)
-    return data.detach().view(-1).narrow(0, start, count)
+    return view_of(data, start, count)
+
+
+def view_of(tensor: torch.Tensor, start: int, count: int) -> torch.Tensor:
+    """Does what ``elements_of`` does for a tensor. There may be very many, so no call of torch is made without need."""
+    flat = tensor.detach()
+    flat = flat if flat.dim() == 1 else flat.view(-1)
+    return flat if count == flat.numel() else flat.narrow(0, start, count)
 
 
 def foreign(parameters: Mapping[str, Any], optimized: Iterable[Any]) -> Iterator[str]:
@@ -220,21 +231,31 @@ def foreign(parameters: Mapping[str, Any], optimized: Iterable[Any]) -> Iterator
         yield "an optimizer with parameters that are not the model's: make it after the model is wrapped or sharded"
 
 
+class Divided(NamedTuple):
+    """The optimizer's state of a flat buffer, without leftovers."""
+
+    moments: dict[str, torch.Tensor]
+    """The moments, by the names that torch gives them."""
+    numbers: dict[str, Any]
+    """The values that have the same meaning for any flat buffer, such as ``step``."""
+    bound: dict[str, Any]
+    """The values that have a meaning only for a flat buffer with the same ``geometry``."""
+
+
+def divided(flat: FlatBuffer, state: Mapping[str, Any]) -> Divided:
+    """Divides the optimizer's state of a flat buffer."""
+    parts = Divided({}, {}, {})
+    for key, value in state.items():
+        if _is_moment(flat, key, value):
+            parts.moments[key] = value
+        elif not _is_leftover(key):
+            (parts.bound if is_bound(value) else parts.numbers)[key] = value
+    return parts
+
+
 def moments(flat: FlatBuffer, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Returns the moments in the optimizer's state of a flat buffer, by the names that torch gives them."""
-    return {key: value for key, value in state.items() if _is_moment(flat, key, value)}
-
-
-def numbers(flat: FlatBuffer, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the values in the optimizer's state of a flat buffer that have the same meaning for any flat buffer, such
-    as ``step``."""
-    return {key: value for key, value in _state_without_moments(flat, state) if not is_bound(value)}
-
-
-def bound(flat: FlatBuffer, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the values in the optimizer's state of a flat buffer that have a meaning only for a flat buffer with the
-    same ``geometry``."""
-    return {key: value for key, value in _state_without_moments(flat, state) if is_bound(value)}
+    return divided(flat, state).moments
 
 
 def geometry(flat: FlatBuffer) -> dict[str, Any]:
@@ -247,13 +268,6 @@ def geometry(flat: FlatBuffer) -> dict[str, Any]:
     return {"numel": flat.numel, "slots": ranges}
 
 
-def _state_without_moments(flat: FlatBuffer, state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yields the entries of the optimizer's state that are not moments."""
-    for key, value in state.items():
-        if not _is_moment(flat, key, value) and not _is_leftover(key):
-            yield key, value
-
-
 def is_bound(value: Any) -> bool:
     """Returns whether a value of the optimizer's state that is not a moment is bound to its flat buffer."""
     if isinstance(value, torch.Tensor):
@@ -262,15 +276,19 @@ def is_bound(value: Any) -> bool:
 
 
 def _is_moment(flat: FlatBuffer, key: str, value: Any) -> bool:
-    # torch keeps `step` as a tensor of shape (), which is also the shape of a parameter without dimensions.
-    if not isinstance(value, torch.Tensor) or key == "step" or key in RESERVED_PARTS or _is_leftover(key):
-        return False
     # With operations of its own, it has the shape of the weights, but its values are elsewhere.
-    if not is_part_name(key) or has_own_operations(value):
+    if not isinstance(value, torch.Tensor) or not _names_moment(key) or has_own_operations(value):
         return False
-    if flat.files and value.shape == flat.master.shape:
-        return True  # Both are in swap files now, so both tensors have no elements.
+    if value.shape == flat.master.shape and (flat.files or key not in flat.wider):
+        return True  # If both are in swap files now, both tensors have no elements.
     return tuple(value.shape) == flat.moment_shape(key)
+
+
+@cache  # There may be very many parameters, with few keys.
+def _names_moment(key: object) -> bool:
+    """Returns whether a moment may have this key in the optimizer's state."""
+    # torch keeps `step` as a tensor of shape (), which is also the shape of a parameter without dimensions.
+    return is_part_name(key) and key != "step" and key not in RESERVED_PARTS and not _is_leftover(key)
 
 
 _LEFTOVER = "_offload_buffer"

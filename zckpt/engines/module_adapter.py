@@ -3,7 +3,6 @@ names, moments, buffers and extra state. The adapter of a framework derives from
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -14,7 +13,15 @@ from zckpt.engines import optimizer
 from zckpt.engines.contract import EngineAdapter
 from zckpt.engines.extra_state import ExtraState
 from zckpt.engines.flats import moments
-from zckpt.engines.tensors import dtype_name, holdings, named_parameters, persistent_buffers, some_bytes, some_of
+from zckpt.engines.tensors import (
+    dtype_name,
+    holdings,
+    local_of,
+    named_parameters,
+    persistent_buffers,
+    some_bytes,
+    some_of,
+)
 from zckpt.engines.trees import subtree
 from zckpt.errors import UnsupportedError
 from zckpt.format.names import Tier
@@ -34,7 +41,7 @@ from zckpt.transfer.devices import devices_of
 from zckpt.transfer.memory import not_plain
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     from zckpt.engines.contract import Stored
     from zckpt.engines.flats import ParameterRange
@@ -43,6 +50,8 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T", bound=torch.Tensor)
+Named = tuple[dict[str, T], dict[str, str]]
+"""Tensors by their first names, and for each other name of a tied tensor its first name."""
 
 
 class ModuleAdapter(EngineAdapter):
@@ -86,16 +95,20 @@ class ModuleAdapter(EngineAdapter):
     @property
     def devices(self) -> frozenset[torch.device]:
         masters = (flat.master for flat in self.kind.flats)
-        weights = (self.kind.weight(name)[1] for name in self.parameters[0])
-        tensors = (data for data in weights if not isinstance(data, FileRange))
-        return frozenset({self.device, *devices_of(chain(tensors, self._all_buffers.values(), masters))})
+        weights = map(local_of, self.parameters[0].values())
+        return frozenset({self.device, *devices_of(chain(weights, self._all_buffers.values(), masters))})
 
     @property
     def parts(self) -> tuple[str, ...]:
-        return (*((MASTER,) if self.trains else ()), *self.live_moments, PARAM, BUFFER)
+        return self._parts(self._moments)
+
+    def _parts(self, moments_of_flats: Sequence[Mapping[str, torch.Tensor]]) -> tuple[str, ...]:
+        masters = (MASTER,) if self.trains else ()
+        return (*masters, *dict.fromkeys(chain.from_iterable(moments_of_flats)), PARAM, BUFFER)
 
     def inventory(self, parts: Collection[str] | None) -> Inventory:
-        available = self.parts
+        moments_of_flats = self._moments
+        available = self._parts(moments_of_flats)
         unknown = sorted(set(parts or ()) - set(available))
         if unknown:
             raise ValueError(f"the engine has no part {', '.join(unknown)}; it has {', '.join(available)}")
@@ -110,7 +123,7 @@ class ModuleAdapter(EngineAdapter):
             elif part == PARAM:
                 fragments += self._weights(self.masterless if parts is None else self._in_memory_order)
             else:
-                fragments += self._flat_fragments(part)
+                fragments += self._flat_fragments(part, moments_of_flats)
         aliases = {**self.parameters[1], **self.buffers[1]}
         return Inventory(tuple(fragments), aliases, frozenset(self.extra.tensors), tuple(self.extra.unsaved))
 
@@ -153,7 +166,7 @@ class ModuleAdapter(EngineAdapter):
                     fragments += flat.expected(part, dtype)
         weights = (fragment for _, fragment in self.weights_to_read(empty=True))
         buffers = self.buffer_fragments(self.buffers[0], empty=True)
-        fragments += (replace(fragment, data=None) for fragment in chain(weights, buffers))
+        fragments += (fragment._replace(data=None) for fragment in chain(weights, buffers))
         fragments += self._wanted_extra(stored)
         return tuple(fragments)
 
@@ -165,7 +178,7 @@ class ModuleAdapter(EngineAdapter):
         saved = {**stored.get(PARAM, {}), **stored.get(BUFFER, {})}
         extra = {name: tensor for name, tensor in saved.items() if self._is_extra(name)}
         for name, like in {**self.extra.tensors, **extra}.items():
-            dtype = dtype_name(like.dtype, f"{BUFFER}/{name}")
+            dtype = dtype_name(like.dtype, BUFFER, name)
             yield Fragment(BUFFER, name, dtype, all_of(like.shape), copy=self.group.rank)
 
     def _is_extra(self, name: str) -> bool:
@@ -185,16 +198,21 @@ class ModuleAdapter(EngineAdapter):
         return [f"{part}/{name}" for part, names in stored.items() for name in names if not has_place(part, name)]
 
     @cached_property
+    def _named(self) -> tuple[Named[torch.nn.Parameter], Named[torch.Tensor]]:
+        """The parameters and the persistent buffers of the module, by the names that they have in it."""
+        return named_parameters(self.module), persistent_buffers(self.module)
+
+    @cached_property
     def parameters(self) -> tuple[dict[str, torch.nn.Parameter], dict[str, str]]:
         """The parameters of the module by their first names, and for each other name of a tied parameter its first
         name."""
-        return self._renamed(named_parameters(self.module))
+        return self._renamed(self._named[0])
 
     @cached_property
     def buffers(self) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         """The persistent buffers of the module by their first names, and for each other name of a tied buffer its first
         name."""
-        return self._renamed(persistent_buffers(self.module))
+        return self._renamed(self._named[1])
 
     @cached_property
     def _stored_parameters(self) -> frozenset[str]:
@@ -224,7 +242,7 @@ class ModuleAdapter(EngineAdapter):
     def extra(self) -> ExtraState:
         """The state that modules add to their ``state_dict`` by themselves."""
         # These are the names that the tensors have in the ``state_dict`` of the module.
-        (parameters, aliases), (buffers, more_aliases) = named_parameters(self.module), persistent_buffers(self.module)
+        (parameters, aliases), (buffers, more_aliases) = self._named
         names = {*parameters, *aliases, *buffers, *more_aliases}
         return ExtraState(self.module, names, [*parameters.values(), *buffers.values()])
 
@@ -247,8 +265,12 @@ class ModuleAdapter(EngineAdapter):
     @property
     def live_moments(self) -> tuple[str, ...]:
         """The names of the moments that exist in memory or in swap files now."""
-        parts = (moments(flat, self._state_of(flat.master)) for flat in self.kind.flats)
-        return tuple(dict.fromkeys(part for flat_parts in parts for part in flat_parts))
+        return tuple(dict.fromkeys(chain.from_iterable(self._moments)))
+
+    @property
+    def _moments(self) -> list[dict[str, torch.Tensor]]:
+        """The moments of each flat buffer that exist in memory or in swap files now."""
+        return [moments(flat, self._state_of(flat.master)) for flat in self.kind.flats]
 
     def _state_of(self, master: torch.Tensor) -> dict[str, Any]:
         """Returns what the optimizer keeps for a flat buffer. ``master``: the master weights of that flat buffer."""
@@ -269,12 +291,14 @@ class ModuleAdapter(EngineAdapter):
         """Returns the tree ``EXTRA_STATE``, if there is any extra state."""
         return {EXTRA_STATE: sorted(self.extra.tensors)} if self.extra.tensors else {}
 
-    def _flat_fragments(self, part: str) -> Iterator[Fragment]:
-        """Yields the fragments that this rank writes of the master weights or of one moment."""
-        for flat in self.kind.flats:
-            data = flat.master if part == MASTER else moments(flat, self._state_of(flat.master)).get(part)
+    def _flat_fragments(self, part: str, moments_of_flats: Sequence[Mapping[str, torch.Tensor]]) -> Iterator[Fragment]:
+        """Yields the fragments that this rank writes of the master weights or of one moment. ``moments_of_flats``: the
+        value of ``_moments``."""
+        tier = self.kind.tier(part)
+        for flat, of_flat in zip(self.kind.flats, moments_of_flats, strict=True):
+            data = flat.master if part == MASTER else of_flat.get(part)
             if data is not None:
-                yield from flat.fragments(part, data.dtype, flat.files.get(part, data), self.kind.tier(part))
+                yield from flat.fragments(part, data.dtype, flat.files.get(part, data), tier)
 
     def _weights(self, names: Iterable[str]) -> Iterator[Fragment]:
         """Yields a fragment for what this rank holds of each weight, in the dtype that the model computes with."""
@@ -295,7 +319,7 @@ class ModuleAdapter(EngineAdapter):
 
     def _weight(self, held: ParameterRange, data: torch.Tensor | FileRange) -> Fragment:
         name = held.stored_name
-        dtype = dtype_name(self.parameters[0][held.name].dtype, f"{PARAM}/{name}")
+        dtype = dtype_name(self.parameters[0][held.name].dtype, PARAM, name)
         tier = Tier.NVME if isinstance(data, FileRange) else self.kind.tier(PARAM)
         return Fragment(PARAM, name, dtype, held.span, tier, replicated=held.replicated, data=data)
 
@@ -308,5 +332,5 @@ class ModuleAdapter(EngineAdapter):
                 raise UnsupportedError(f"{BUFFER}/{name} {why}")
             data = buffer.detach().resolve_conj().resolve_neg().contiguous().view(-1)
             if data.numel() or empty or rank == 0 or self.names_differ:
-                dtype = dtype_name(data.dtype, f"{BUFFER}/{name}")
+                dtype = dtype_name(data.dtype, BUFFER, name)
                 yield Fragment(BUFFER, name, dtype, all_of(buffer.shape), copy=rank, data=data)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -94,7 +93,7 @@ class ModuleRestoring:
         for name, fragment in weights.items():
             if isinstance(fragment.data, FileRange):
                 with self._kind.weight_in_memory(name) as data:
-                    yield Batch((replace(fragment, data=data),))
+                    yield Batch((fragment._replace(data=data),))
         for flat in self._kind.flats:
             if flat.files:
                 with self._kind.flat_in_memory(flat) as flat_in_memory:
@@ -108,7 +107,7 @@ class ModuleRestoring:
                 device = self._adapter.device if like is None else like.device
                 tensor = torch.empty(fragment.shape, dtype=TORCH_DTYPES[fragment.dtype], device=device)
                 self._extra[name] = tensor
-                yield replace(fragment, data=tensor.view(-1))
+                yield fragment._replace(data=tensor.view(-1))
 
     def _chosen(self, live: Iterable[Fragment]) -> Iterator[Fragment]:
         """Returns those fragments that are restored."""

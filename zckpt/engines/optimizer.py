@@ -40,7 +40,7 @@ import torch
 
 from zckpt.engines.composed import compose, decomposed, is_composed, is_decomposed, misfit
 from zckpt.engines.contract import without_left_out
-from zckpt.engines.flats import FlatBuffer, bound, geometry, is_bound, moments, numbers
+from zckpt.engines.flats import FlatBuffer, divided, geometry, is_bound
 from zckpt.engines.tensors import set_in_place
 from zckpt.errors import FormatError, StateError, first_few
 
@@ -119,8 +119,8 @@ def capture(optimizer: Any, flats: Sequence[FlatBuffer]) -> dict[str, Any]:
         state = optimizer.state.get(flat.master, {})
         if not state:
             continue
-        summary: dict[str, Any] = {"moments": sorted(moments(flat, state)), "values": numbers(flat, state)}
-        bound_values = bound(flat, state)
+        moments, values, bound_values = divided(flat, state)
+        summary: dict[str, Any] = {"moments": sorted(moments), "values": values}
         if bound_values and flat.whole:
             summary["values"] |= _decomposed(bound_values)
             states.append({"params": list(flat.stored_names), **summary})  # No other flat buffer has an equal state.
@@ -220,9 +220,10 @@ def capture_bound(optimizer: Any, flats: Sequence[FlatBuffer]) -> list[dict[str,
     """Returns the values that are bound to the flat buffers of this rank, for the tree of this rank."""
     entries = []
     for flat in flats:
-        bound_values = bound(flat, optimizer.state.get(flat.master, {}))
-        if bound_values and not flat.whole:
-            values = _decomposed(bound_values)
+        # If it is whole, its values are in the tree of the optimizer.
+        bound = {} if flat.whole else divided(flat, optimizer.state.get(flat.master, {})).bound
+        if bound:
+            values = _decomposed(bound)
             entries.append({"params": list(flat.stored_names), "geometry": geometry(flat), "values": values})
     return entries
 
@@ -461,7 +462,7 @@ def problems(
             continue
         reasons += reasons_of_state
         live = optimizer.state.get(flat.master, {})
-        not_saved = bound(flat, live).keys() - state.values.keys() - saved.left_out
+        not_saved = divided(flat, live).bound.keys() - state.values.keys() - saved.left_out
         if not_saved and not reasons_of_state:
             keys = ", ".join(sorted(map(str, not_saved)))
             reasons.append(f"missing: optimizer state {keys} of {first_few(flat.stored_names, 1)}")

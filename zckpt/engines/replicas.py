@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zckpt.engines.flats import ParameterRange
+from zckpt.engines.flats import ParameterRange, view_of
 from zckpt.engines.kind import Kind
 from zckpt.engines.tensors import local_of
 from zckpt.format.names import Tier
-from zckpt.plan.replicas import WHOLE, Share
+from zckpt.plan.replicas import Share
 from zckpt.transfer.memory import lies_in_order
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from zckpt.engines.group import RankGroup
     from zckpt.engines.local_tensors import LocalTensor
+    from zckpt.geometry import Span
 
 GATHER_BYTES = 32 << 20
 """The largest number of bytes that one all-gather returns. It needs memory for these bytes, and for the bytes that this
@@ -52,7 +53,7 @@ class Replicated(Kind):
         return Tier.DEVICE
 
     def weight(self, name: str) -> tuple[ParameterRange, torch.Tensor]:
-        return self._elements(name, WHOLE)
+        return self._elements(name, self._local_tensors[name].span)
 
     def read_share(self, name: str) -> tuple[ParameterRange, torch.Tensor]:
         return self._elements(name, self._share(name))
@@ -75,17 +76,16 @@ class Replicated(Kind):
         same order on all owners."""
         return iter(())
 
-    def _share(self, name: str) -> Share:
-        """Returns the share of the local tensor of a parameter that this rank reads."""
-        owners = self._local_tensors[name].owners
-        return Share(owners.rank, owners.size)
-
-    def _elements(self, name: str, share: Share) -> tuple[ParameterRange, torch.Tensor]:
+    def _share(self, name: str) -> Span:
+        """Returns the elements of the local tensor of a parameter that this rank reads."""
         local = self._local_tensors[name]
-        held, span = local.span, share.of(local.span)
-        data = local_of(self._parameters[name]).detach().view(-1)
-        own = ParameterRange(name, span, 0, local.replicated, stored_as=local.stored_as)
-        return own, data.narrow(0, span.start - held.start, span.numel)
+        owners = local.owners
+        return local.span if owners.size == 1 else Share(owners.rank, owners.size).of(local.span)
+
+    def _elements(self, name: str, span: Span) -> tuple[ParameterRange, torch.Tensor]:
+        local = self._local_tensors[name]
+        data = view_of(local_of(self._parameters[name]), span.start - local.span.start, span.numel)
+        return ParameterRange(name, span, 0, local.replicated, stored_as=local.stored_as), data
 
     def _gathering(self, replicas: Iterable[tuple[str, torch.Tensor]]) -> Callable[[], None]:
         """Returns what ``gathering`` returns, for all groups of owners. ``replicas``: whole replicas, each with the

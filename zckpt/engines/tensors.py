@@ -26,11 +26,11 @@ SAMPLED_TENSORS, SAMPLED_ELEMENTS = 16, 16
 """How many tensors, and how many elements of each, are looked at to tell engines apart."""
 
 
-def dtype_name(dtype: torch.dtype, what: str) -> str:
+def dtype_name(dtype: torch.dtype, *what: str) -> str:
     """Returns the name that safetensors has for ``dtype``. Raises UnsupportedError if there is none. ``what``: the name
-    of the tensor in that error."""
+    of the tensor in that error, in one or several components."""
     if dtype not in DTYPE_NAMES:
-        raise UnsupportedError(f"{what} has dtype {dtype}, which safetensors does not know")
+        raise UnsupportedError(f"{'/'.join(what)} has dtype {dtype}, which safetensors does not know")
     return DTYPE_NAMES[dtype]
 
 
@@ -154,6 +154,8 @@ def plain_name(name: str) -> str:
     """Returns the name that zckpt uses for what ``name`` names in a module. torch.compile adds the name of its wrapper,
     ``_orig_mod``, to the names in every compiled submodule, and torch's ``checkpoint_wrapper`` does so with every
     module whose activations are recomputed. zckpt removes both."""
+    if not any(wrapper in name for wrapper in _WRAPPERS):
+        return name
     return ".".join(component for component in name.split(".") if component not in _WRAPPERS)
 
 

@@ -3,7 +3,6 @@ own, or is its own master weight."""
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zckpt.engines import replicas
@@ -92,16 +91,23 @@ class Unwrapped(replicas.Replicated):
                     yield self._names[id(parameter)], view
 
     def _flat(self, param_group: ParamGroup) -> FlatBuffer:
-        ranges, shares, offset = [], [], 0
+        ranges: list[ParameterRange] = []
+        offset = 0
         for parameter in param_group.parameters:
             name = self._names[id(parameter)]
             local = self._local_tensors[name]
-            held, share = local.span, self._share(name).of(local.span)
-            ranges.append(ParameterRange(name, held, offset, local.replicated, stored_as=local.stored_as))
-            shares.append(ParameterRange(name, share, offset + share.start - held.start, stored_as=local.stored_as))
-            offset += held.numel
-        whole = len(ranges) == 1 and ranges[0].span.numel == math.prod(ranges[0].span.grid.shape)
-        return FlatBuffer(param_group.group, tuple(ranges), param_group.master, whole=whole, shares=tuple(shares))
+            ranges.append(ParameterRange(name, local.span, offset, local.replicated, stored_as=local.stored_as))
+            offset += local.span.numel
+        whole = len(ranges) == 1 and ranges[0].span.numel == ranges[0].span.grid.numel
+        shares = None
+        if any(self._local_tensors[held.name].owners.size > 1 for held in ranges):
+            shares = tuple(self._share_of(held) for held in ranges)
+        return FlatBuffer(param_group.group, tuple(ranges), param_group.master, whole=whole, shares=shares)
+
+    def _share_of(self, held: ParameterRange) -> ParameterRange:
+        """Returns the elements of a range that this rank reads."""
+        span = self._share(held.name)
+        return held._replace(span=span, offset=held.offset + span.start - held.span.start)
 
     @staticmethod
     def _inner(wrapper: Any) -> Any:

@@ -15,7 +15,7 @@ from zckpt.engines.hugging_face import write_config
 from zckpt.engines.peft import adapter_configs
 from zckpt.exporting.plan import SourceTensor
 from zckpt.geometry import Grid
-from zckpt.offloading.away import away, where_it_is
+from zckpt.offloading.away import away, where_they_are
 from zckpt.plan.reshard import StoredPieces
 from zckpt.state.inventory import BUFFER, PARAM, WEIGHT_PARTS, unconverted
 from zckpt.transfer.budget import Budget
@@ -69,7 +69,7 @@ class EngineSource:
             synchronize(adapter.devices)
             inventory, differ = adapter.inventory((PARAM, BUFFER) if dtype is None else None), adapter.names_differ
             fragments = [f for f in inventory.fragments if f.part in WEIGHT_PARTS and (f.copy == 0 or differ)]
-            self.fragments = [where_it_is(fragment) for fragment in fragments]
+            self.fragments = where_they_are(fragments)
             check_fragments(self.fragments)
             self.module = adapter.module
             self.adapters = adapter_configs(adapter.module)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from threading import Event
 from typing import TYPE_CHECKING
@@ -53,18 +53,22 @@ def away(engine: object) -> Away | None:
 def place_of(tensor: torch.Tensor) -> FileRange | None:
     """Returns the range of the scratch file that has the bytes of a contiguous tensor, or None if they are not in such
     a file."""
-    # Mostly no storage is on disk. Then the tensors are not looked at.
     moved = None if not _storages or not_plain(tensor) else moved_from(tensor.untyped_storage())
     if moved is None:
         return None
     return moved.file_range(int(tensor.storage_offset()) * tensor.itemsize, tensor.numel() * tensor.itemsize)
 
 
-def where_it_is(fragment: Fragment) -> Fragment:
-    """Returns ``fragment``. If its tensor is on disk, the data of the fragment is the range of the scratch file that
-    has the values."""
-    place = None if isinstance(fragment.data, FileRange | None) else place_of(fragment.data)
-    return fragment if place is None else replace(fragment, tier=Tier.NVME, data=place)
+def where_they_are(fragments: Iterable[Fragment]) -> list[Fragment]:
+    """Returns ``fragments``. If the tensor of a fragment is on disk, its data is the range of the scratch file that has
+    the values."""
+    found = [*fragments]
+    # Mostly no storage is on disk. Then the tensors are not looked at, because there may be very many.
+    for number, fragment in enumerate(found if _storages else ()):
+        place = None if isinstance(fragment.data, FileRange | None) else place_of(fragment.data)
+        if place is not None:
+            found[number] = fragment._replace(tier=Tier.NVME, data=place)
+    return found
 
 
 def moved_from(storage: torch.UntypedStorage) -> Moved | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import secrets
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -148,8 +148,8 @@ def unchanged(moved: Sequence[Moved], budget: Budget) -> list[Moved]:
     for record in written:
         assert record.saved is not None
         fragments = files.setdefault(record.saved, [*record.saved.data_file.fragments])
-        fragments[record.number] = replace(fragments[record.number], data=record.memory)
-    data_files = [replace(saved.data_file, fragments=tuple(fragments)) for saved, fragments in files.items()]
+        fragments[record.number] = fragments[record.number]._replace(data=record.memory)
+    data_files = [saved.data_file.reading(fragments) for saved, fragments in files.items()]
     tensors = [record.memory for record in written if record.memory is not None]
     staging = pool_for(devices_of(tensors), budget, BLOCK_BYTES)
     parts = {data_file.id.part for data_file in data_files}

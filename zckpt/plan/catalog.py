@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import reprlib
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgpack
@@ -28,16 +27,30 @@ from zckpt.state.inventory import MASTER, PARAM
 from zckpt.state.lineage import Lineage, run_by_tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
     from zckpt.geometry import Ints, Sections
     from zckpt.plan.layout import DataFilePlan
 
-Tensor = tuple[str, tuple[int, ...], str, "Sections"]
-"""The name, the shape and the dtype of a tensor, and the sections of its grid. A record has it in the bytes of msgpack,
-which are compared faster, so that a tensor that a thousand ranks have pieces of is unpacked once."""
+Kind = tuple[tuple[int, ...], str, "Sections"]
+"""The shape and the dtype of a tensor, and the sections of its grid. Very many tensors may be of the same kind."""
+
+
+class Tensors(NamedTuple):
+    """Tensors as columns: the name of each, and the position of its kind in ``kinds``, as the bytes of a u32."""
+
+    names: tuple[str, ...]
+    kind: bytes
+    kinds: tuple[Kind, ...]
+
+    @classmethod
+    def of(cls, tensors: Collection[tuple[str, Kind]]) -> Tensors:
+        """Returns the columns of tensors, of which each is given as its name and its kind."""
+        kinds: dict[Kind, int] = {}
+        kind = np.array([kinds.setdefault(kind, len(kinds)) for _, kind in tensors], "<u4")
+        return cls(tuple(name for name, _ in tensors), kind.tobytes(), tuple(kinds))
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +87,7 @@ class RankRecord:
 
     rank: int
     digest: bytes
-    tensors: tuple[bytes, ...]
-    """The packed tensors."""
+    tensors: Tensors
     piece_columns: tuple[PieceColumns, ...]
     files: tuple[FileRecord, ...]
 
@@ -86,14 +98,15 @@ class RankRecord:
 
 def rank_record(rank: int, plans: Iterable[DataFilePlan], digest: bytes = bytes(DIGEST_BYTES)) -> RankRecord:
     """Returns the record of a rank that writes ``plans``."""
-    tensors: dict[Tensor, int] = {}
+    tensors: dict[tuple[str, Kind], int] = {}
     piece_columns: dict[bytes, tuple[int, PieceColumns]] = {}
     files: list[FileRecord] = []
     for plan in plans:
         fragments, pieces = plan.fragments, plan.pieces
+        named = ((f.name, f.dtype, f.span.grid) for f in fragments)
         table = np.array(
             [
-                [tensors.setdefault((f.name, f.shape, f.dtype, f.span.grid.sections), len(tensors)) for f in fragments],
+                [tensors.setdefault((name, (g.shape, dtype, g.sections)), len(tensors)) for name, dtype, g in named],
                 [f.span.start for f in fragments],
                 [f.span.stop for f in fragments],
                 [f.copy for f in fragments],
@@ -106,14 +119,8 @@ def rank_record(rank: int, plans: Iterable[DataFilePlan], digest: bytes = bytes(
         data_file = plan.id
         size = (plan.nbytes, len(plan.header))
         files.append(FileRecord(data_file.part, data_file.tier, *size, plan.first_block, number, data_file.origin))
-    return RankRecord(
-        rank, digest, packed_tensors(tensors), tuple(columns for _, columns in piece_columns.values()), tuple(files)
-    )
-
-
-def packed_tensors(tensors: Iterable[Tensor]) -> tuple[bytes, ...]:
-    """Returns the tensors of a record."""
-    return tuple(map(msgpack.Packer().pack, tensors))
+    columns_of_files = tuple(columns for _, columns in piece_columns.values())
+    return RankRecord(rank, digest, Tensors.of(tensors), columns_of_files, tuple(files))
 
 
 _RECEIVED_DTYPES = {"tensor": "<u4", "start": "<i8", "stop": "<i8", "copy": "<u4", "offset": "<i8", "block": "<u4"}
@@ -127,28 +134,36 @@ def pack(value: RankRecord) -> bytes:
         for columns in value.piece_columns
     ]
     files = [[f.part, f.tier, f.nbytes, f.data_start, f.first_block, f.columns_id, f.origin] for f in value.files]
-    raw = msgpack.packb([value.rank, value.digest, msgpack.packb(value.tensors), piece_columns, files])
+    names, kind, kinds = value.tensors
+    tensors = msgpack.packb([names, kind, [*map(msgpack.packb, kinds)]])
+    raw = msgpack.packb([value.rank, value.digest, tensors, piece_columns, files])
     return zstandard.ZstdCompressor(level=1).compress(raw)
 
 
 def unpack(raws: Iterable[bytes]) -> list[RankRecord]:
     """Returns the records that ``pack`` has packed, in the order of their ranks.
 
-    Equal things become one object, because a thousand ranks may each have pieces of a thousand tensors: tensors that
-    several ranks have pieces of, lists of them, which are mostly the same on many ranks, and columns, such as the
-    offsets of equal shares.
+    Equal things become one object, because a thousand ranks may each have pieces of a thousand tensors: the names of
+    tensors that several ranks have pieces of, their kinds, lists of tensors, which are mostly the same on many ranks,
+    and columns, such as the offsets of equal shares.
     """
-    tensors: dict[bytes, bytes] = {}
-    lists: dict[bytes, tuple[bytes, ...]] = {}
+    names: dict[str, str] = {}
+    known_kinds: dict[bytes, Kind] = {}
+    lists: dict[bytes, Tensors] = {}
     columns: dict[tuple[str, bytes], Ints] = {}
     records = []
     decompressor = zstandard.ZstdDecompressor()
     for raw in raws:
         packed = decompressor.decompress(raw)
-        rank, rank_digest, packed_list, piece_columns, files = msgpack.unpackb(packed, use_list=False)
-        key = digest(packed_list)
+        rank, rank_digest, packed_tensors, piece_columns, files = msgpack.unpackb(packed, use_list=False)
+        key = digest(packed_tensors)
         if key not in lists:
-            lists[key] = tuple(tensors.setdefault(tensor, tensor) for tensor in msgpack.unpackb(packed_list))
+            of_rank, kind, kinds = msgpack.unpackb(packed_tensors, use_list=False)
+            for packed_kind in kinds:
+                if packed_kind not in known_kinds:
+                    known_kinds[packed_kind] = msgpack.unpackb(packed_kind, use_list=False)
+            of_kinds = tuple([known_kinds[packed_kind] for packed_kind in kinds])
+            lists[key] = Tensors(tuple([names.setdefault(name, name) for name in of_rank]), kind, of_kinds)
         own_columns = (
             PieceColumns(
                 *(
@@ -163,34 +178,23 @@ def unpack(raws: Iterable[bytes]) -> list[RankRecord]:
     return sorted(records, key=lambda record: record.rank)
 
 
-class _Tensors:
-    """The tensors that the ranks have recorded, numbered from 0. A tensor is a name with a shape, a dtype and a
-    grid."""
+class _Numbered:
+    """The names and the kinds of the tensors that the ranks have recorded, numbered from 0."""
 
     def __init__(self) -> None:
-        self.tensors: list[Tensor] = []
-        self.name_ids: dict[str, int] = {}
-        self._ids: dict[bytes, int] = {}
-        """The number of each packed tensor."""
-        self._known: dict[int, Ints] = {}
-        """The numbers of the tensors of each list, by its ``id``."""
+        self.names: dict[str, int] = {}
+        self.kinds: dict[Kind, int] = {}
+        self._known: dict[int, tuple[Ints, Ints]] = {}
+        """What ``add`` has returned for each list, by its ``id``."""
 
-    def add(self, tensors: tuple[bytes, ...]) -> Ints:
-        """Returns the numbers of ``tensors``, a list that many ranks may share. Tensors that are new get the next
-        numbers. The list has to stay in memory as long as this object is used."""
+    def add(self, tensors: Tensors) -> tuple[Ints, Ints]:
+        """Returns the numbers of the names and of the kinds of ``tensors``, a list that many ranks may share. What is
+        new gets the next number. The list has to stay in memory as long as this object is used."""
         if id(tensors) not in self._known:
-            for packed in tensors:
-                if packed not in self._ids:
-                    self._ids[packed] = len(self.tensors)
-                    self.tensors.append(msgpack.unpackb(packed, use_list=False))
-                    self.name_ids.setdefault(self.tensors[-1][0], len(self.name_ids))
-            self._known[id(tensors)] = np.array([self._ids[packed] for packed in tensors], np.int64)
+            name = [self.names.setdefault(name, len(self.names)) for name in tensors.names]
+            kind = np.array([self.kinds.setdefault(kind, len(self.kinds)) for kind in tensors.kinds], np.int64)
+            self._known[id(tensors)] = np.array(name, np.int64), kind[np.frombuffer(tensors.kind, "<u4")]
         return self._known[id(tensors)]
-
-    @cached_property
-    def name_of(self) -> Ints:
-        """The name id of each tensor. It is used when all tensors are known."""
-        return np.array([self.name_ids[name] for name, *_ in self.tensors], np.int64)
 
 
 class _FilePieces(NamedTuple):
@@ -200,86 +204,89 @@ class _FilePieces(NamedTuple):
     tier: Tier
     columns_id: int
     columns: PieceColumns
-    ids: Ints
-    """The numbers of the tensors to which ``columns.tensor`` refers."""
+    names: Ints
+    """The numbers of the names of the tensors to which ``columns.tensor`` refers."""
+    kinds: Ints
+    """The numbers of their kinds."""
 
     @property
-    def tensor(self) -> Ints:
-        """The number of the tensor of each piece."""
-        return self.ids[self.columns.tensor]
+    def name(self) -> Ints:
+        """The number of the name of each piece's tensor."""
+        return self.names[self.columns.tensor]
+
+    @property
+    def kind(self) -> Ints:
+        """The number of the kind of each piece's tensor."""
+        return self.kinds[self.columns.tensor]
 
 
-def _rows_of_part(files: Sequence[_FilePieces], name_of: Ints) -> tuple[Ints, Ints]:
-    """Returns the number of the tensor and the number of the pieces of each row of a part. ``name_of`` has the name id
-    of each tensor."""
-    tensor_of, count = np.zeros(len(name_of), np.int64), np.zeros(len(name_of), np.int64)
+def _rows_of_part(files: Sequence[_FilePieces], names: int) -> tuple[Ints, Ints, Ints]:
+    """Returns the number of the name, the number of the kind, and the number of the pieces of each row of a part.
+    ``names``: how many names there are."""
+    kind, count = np.zeros(names, np.int64), np.zeros(names, np.int64)
     for file in files:
-        tensor = file.tensor
-        tensor_of[name_of[tensor]] = tensor
-        np.add.at(count, name_of[tensor], 1)
+        name = file.name
+        kind[name] = file.kind
+        np.add.at(count, name, 1)
     present = np.flatnonzero(count)
-    return tensor_of[present], count[present]
+    return present, kind[present], count[present]
 
 
-def _chunks(
-    part: str, files: Sequence[_FilePieces], rows: tuple[Ints, Ints], tensors: Sequence[Tensor], name_of: Ints
-) -> Iterator[Layout]:
+def _chunks(part: str, files: Sequence[_FilePieces], name: Ints, count: Ints, numbered: _Numbered) -> Iterator[Layout]:
     """Yields the layout of one part, chunk by chunk. Only the pieces of one chunk are put together at a time, because
-    all pieces of thousands of ranks would take much memory. ``files``: the pieces of all files of the part. ``rows``:
-    what ``_rows_of_part`` has returned. The other arguments and the errors are those of ``_rows``."""
-    row_tensor, count = rows
-    first_names = name_of[row_tensor[[of_chunk.start for of_chunk in index_format.chunk_rows(count)]]]
+    all pieces of thousands of ranks would take much memory. ``files``: the pieces of all files of the part. ``name``
+    and ``count``: of ``_rows_of_part``. The other arguments and the errors are those of ``_rows``."""
+    first_names = name[[of_chunk.start for of_chunk in index_format.chunk_rows(count)]]
     placed: list[tuple[_FilePieces, Ints | None, list[int]]] = []
     """Each file, the order of its pieces by name, or None if they are in this order, and the first piece of each
     chunk."""
     for file in files:
-        name = name_of[file.tensor]
+        name = file.name
         order = np.argsort(name, kind="stable") if (name[1:] < name[:-1]).any() else None
         first = np.searchsorted(name if order is None else name[order], first_names)
         placed.append((file, order, [*first.tolist(), len(name)]))
     for number in range(len(first_names)):
-        yield _rows(part, _pieces_of_chunk(placed, number, name_of), tensors, name_of)
+        yield _rows(part, _pieces_of_chunk(placed, number), numbered)
 
 
-def _pieces_of_chunk(
-    placed: Sequence[tuple[_FilePieces, Ints | None, Sequence[int]]], number: int, name_of: Ints
-) -> list[Ints]:
+def _pieces_of_chunk(placed: Sequence[tuple[_FilePieces, Ints | None, Sequence[int]]], number: int) -> list[Ints]:
     """Returns the columns of all pieces of one chunk, which ``_rows`` gets. ``placed``: as in ``_chunks``."""
     chosen: list[tuple[_FilePieces, slice | Ints, int]] = []
     for file, order, first_pieces in placed:
         first, end = first_pieces[number : number + 2]
         if first < end:
             chosen.append((file, slice(first, end) if order is None else order[first:end], end - first))
-    tensor = np.concatenate([file.ids[file.columns.tensor[pieces]] for file, pieces, _ in chosen])
+    name, kind = (
+        np.concatenate([getattr(file, column)[file.columns.tensor[pieces]] for file, pieces, _ in chosen])
+        for column in ("names", "kinds")
+    )
     start, stop, copy, offset, block = (
-        np.concatenate([getattr(file.columns, name)[pieces] for file, pieces, _ in chosen], dtype=np.int64)
-        for name in ("start", "stop", "copy", "offset", "block")
+        np.concatenate([getattr(file.columns, column)[pieces] for file, pieces, _ in chosen], dtype=np.int64)
+        for column in ("start", "stop", "copy", "offset", "block")
     )
     rank, tier = (
-        np.repeat([getattr(file, name) for file, *_ in chosen], [count for *_, count in chosen])
-        for name in ("rank", "tier")
+        np.repeat([getattr(file, column) for file, *_ in chosen], [count for *_, count in chosen])
+        for column in ("rank", "tier")
     )
-    together = (tensor, start, stop, copy, offset, block, rank, tier)
-    order = np.lexsort((start, copy, name_of[tensor]))
+    together = (name, kind, start, stop, copy, offset, block, rank, tier)
+    order = np.lexsort((start, copy, name))
     return [column[order] for column in together]
 
 
-def _rows(part: str, columns: Sequence[Ints], tensors: Sequence[Tensor], name_of: Ints) -> Layout:
+def _rows(part: str, columns: Sequence[Ints], numbered: _Numbered) -> Layout:
     """Returns the rows of one chunk of a part.
 
-    ``columns`` are int64 arrays with an entry for each piece of the chunk: tensor, start, stop, copy, offset, block,
-    rank, tier. The pieces are in the order of their names, copies and starts. ``tensors`` are all tensors, and
-    ``name_of`` has the name id of each of them. Raises RankError if ranks disagree about a tensor, and FormatError
-    (I005) if the pieces of all ranks do not make up whole tensors.
+    ``columns`` are int64 arrays with an entry for each piece of the chunk: name, kind, start, stop, copy, offset,
+    block, rank, tier. The pieces are in the order of their names, copies and starts. Raises RankError if ranks disagree
+    about a tensor, and FormatError (I005) if the pieces of all ranks do not make up whole tensors.
     """
-    tensor, start, stop, copy, offset, block, rank, tier = columns
-    name = name_of[tensor]
+    name, kind, start, stop, copy, offset, block, rank, tier = columns
     row_name, first, count = np.unique(name, return_index=True, return_counts=True)
-    row_tensor = tensor[first]
-    differs = np.flatnonzero(tensor != np.repeat(row_tensor, count))
+    row_kind, kinds = kind[first], [*numbered.kinds]
+    differs = np.flatnonzero(kind != np.repeat(row_kind, count))
     if len(differs):
         pair = (differs[0], first[np.searchsorted(first, differs[0], "right") - 1])
-        (label, *one), (_, *other) = (tensors[tensor[at]] for at in pair)
+        label, (one, other) = _label(numbered, name[differs[0]]), (kinds[kind[at]] for at in pair)
         this_rank, other_rank = (int(rank[at]) for at in pair)
         raise RankError(
             f"{part}/{label} is {_described(*one)} on rank {this_rank}, {_described(*other)} on rank {other_rank}",
@@ -287,12 +294,17 @@ def _rows(part: str, columns: Sequence[Ints], tensors: Sequence[Tensor], name_of
             rank=this_rank,
         )
     layout = Layout(row_name, count, rank, tier, stop - start, offset, block)
-    numel = np.array([math.prod(tensors[number][1]) for number in row_tensor.tolist()], np.int64)
+    numel = np.array([math.prod(shape) for shape, _, _ in kinds], np.int64)[row_kind]
     wrong = _wrong_starts(layout, name, copy, start, numel)
     if wrong.any():
-        label = tensors[tensor[np.argmax(wrong)]][0]
+        label = _label(numbered, name[np.argmax(wrong)])
         raise broken("I005", "the pieces of all ranks leave a gap or overlap", key=f"{part}/{label}")
     return layout
+
+
+def _label(numbered: _Numbered, number: int) -> str:
+    """Returns the name with a number, for an error."""
+    return [*numbered.names][number]
 
 
 def _described(shape: tuple[int, ...], dtype: str, sections: Sections) -> str:
@@ -337,22 +349,30 @@ def catalog(rank_records: Sequence[RankRecord], save_id: str, metadata: SaveMeta
     tensors, or for anything else that a reader would refuse.
     """
     _check_pieces(rank_records)
-    numbered = _Tensors()
+    raw, index = _encoded(
+        rank_records, save_id, metadata
+    )  # What this takes beside its result is free before the check.
+    _check(raw, index)
+    return raw, index
+
+
+def _encoded(rank_records: Sequence[RankRecord], save_id: str, metadata: SaveMetadata) -> tuple[bytes, bytes]:
+    """Does what ``catalog`` does, without its checks of the number of pieces and of the result."""
+    numbered = _Numbered()
     parts: dict[str, list[_FilePieces]] = {}
     part_ids: dict[str, int] = {}
     files: list[File] = []
     digests: dict[int, bytes] = {}
     for record in rank_records:
         digests[record.rank] = record.digest
-        ids = numbered.add(record.tensors)
+        tensors = numbered.add(record.tensors)
         for data_file in record.files:
             part_id = part_ids.setdefault(data_file.part, len(part_ids))
             number, size = data_file.columns_id, (data_file.nbytes, data_file.data_start)
-            pieces = _FilePieces(record.rank, data_file.tier, number, record.piece_columns[number], ids)
+            pieces = _FilePieces(record.rank, data_file.tier, number, record.piece_columns[number], *tensors)
             parts.setdefault(data_file.part, []).append(pieces)
             files.append(File(record.rank, part_id, data_file.tier, *size, data_file.first_block, data_file.origin))
-    tensors, names = numbered.tensors, tuple(numbered.name_ids)
-    writer = IndexWriter()
+    kinds, writer = [*numbered.kinds], IndexWriter()
     shapes: dict[tuple[int, ...], int] = {}
     grids: dict[Sections, int] = {(): 0}
     different: dict[tuple[tuple[int, Tier, int], ...], Part] = {}
@@ -361,21 +381,23 @@ def catalog(rank_records: Sequence[RankRecord], save_id: str, metadata: SaveMeta
     for part, of_part in parts.items():
         identity = tuple(file[:3] for file in of_part)
         if identity not in different:
-            rows = _rows_of_part(of_part, numbered.name_of)
-            layout_id = writer.add(_chunks(part, of_part, rows, tensors, numbered.name_of))
-            part_tensors = [tensors[number] for number in rows[0].tolist()]
-            name_ids = tuple(numbered.name_ids[name] for name, *_ in part_tensors)
-            shape_ids = tuple(shapes.setdefault(shape, len(shapes)) for _, shape, _, _ in part_tensors)
-            dtypes = tuple(dtype for _, _, dtype, _ in part_tensors)
-            grid_ids = tuple(grids.setdefault(sections, len(grids)) for *_, sections in part_tensors)
-            different[identity] = Part(part, layout_id, name_ids, shape_ids, dtypes, grid_ids)
+            name, kind, count = _rows_of_part(of_part, len(numbered.names))
+            layout_id = writer.add(_chunks(part, of_part, name, count, numbered))
+            row_kinds = kind.tolist()
+            of_kind = {
+                number: (shapes.setdefault(shape, len(shapes)), dtype, grids.setdefault(sections, len(grids)))
+                for number in dict.fromkeys(row_kinds)
+                for shape, dtype, sections in [kinds[number]]
+            }
+            columns = zip(*map(of_kind.__getitem__, row_kinds), strict=True)
+            different[identity] = Part(part, layout_id, tuple(name.tolist()), *columns)
         manifest_parts.append(replace(different[identity], name=part))
     manifest = Manifest(
         save_id=save_id,
         step=metadata.step,
         world_size=len(rank_records),
         block_bytes=metadata.block_bytes,
-        names=names,
+        names=tuple(numbered.names),
         shapes=tuple(shapes),
         grids=tuple(grids),
         parts=tuple(manifest_parts),
@@ -383,7 +405,7 @@ def catalog(rank_records: Sequence[RankRecord], save_id: str, metadata: SaveMeta
         digests=tuple(digests[rank] for rank in range(len(rank_records))),
         chunks=tuple(writer.chunks),
         index_bytes=len(writer.index),
-        aliases={alias: name for alias, name in metadata.aliases.items() if name in numbered.name_ids},
+        aliases={alias: name for alias, name in metadata.aliases.items() if name in numbered.names},
         state=metadata.state,
         writer=metadata.writer,
     )
@@ -393,10 +415,7 @@ def catalog(rank_records: Sequence[RankRecord], save_id: str, metadata: SaveMeta
         manifest = replace(manifest, state=tree.with_entry(manifest.state, LINEAGE, entry))
     if metadata.machines:
         manifest = replace(manifest, state=tree.with_entry(manifest.state, MACHINES, metadata.machines))
-    raw = manifest_format.encode(manifest)
-    index = bytes(writer.index)
-    _check(raw, index)
-    return raw, index
+    return manifest_format.encode(manifest), bytes(writer.index)
 
 
 def tensor_counts(manifest: Manifest) -> dict[str, int]:

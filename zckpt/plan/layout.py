@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_right
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 HEADER, FILLER = -1, -2
 """The sources of the regions that are not pieces."""
 SHARED_BYTES_MIN = 64 << 10
-"""The length in bytes from which adjacent fragments in a swap file are a long run (see ``_Places.long_runs``)."""
+"""The length in bytes from which adjacent fragments in a swap file are a long run (see ``Places.long_runs``)."""
 HOST_BYTES_MIN = 1 << 20
 """The length in bytes from which adjacent fragments in host memory are a long run."""
 
@@ -52,7 +52,8 @@ class Regions:
 @dataclass(frozen=True, slots=True)
 class DataFilePlan:
     """A data file that is to be written. It begins with ``header``. The bytes of ``fragments`` follow in their order,
-    at the places that ``regions`` gives. Its digests begin at number ``first_block`` of the digest table of the rank.
+    at the offsets that ``regions`` gives. ``places`` says where these bytes are now. The digests of the file begin at
+    number ``first_block`` of the digest table of the rank.
 
     If ``is_copy``, the file has the same bytes as the file of the same path in the checkpoint that is copied. Then
     ``header`` and ``fragments`` are empty, and the sources of all regions but the header are numbered from 0.
@@ -61,6 +62,7 @@ class DataFilePlan:
     id: DataFileId
     header: bytes
     fragments: tuple[Fragment, ...]
+    places: Places
     regions: Regions
     nbytes: int
     first_block: int
@@ -75,6 +77,10 @@ class DataFilePlan:
         data = self.fragments[source].data
         assert isinstance(data, FileRange), "what is copied lies in a file"
         return data.path, data.offset
+
+    def reading(self, fragments: Sequence[Fragment]) -> DataFilePlan:
+        """Returns the plan of the same file whose bytes are read from elsewhere: from the ``data`` of ``fragments``."""
+        return replace(self, fragments=tuple(fragments), places=Places.of(fragments))
 
     @property
     def pieces(self) -> Regions:
@@ -144,7 +150,7 @@ def _plan_data_file(
 ) -> DataFilePlan:
     """Returns the plan of one data file. A filler goes before each long run in a swap file and, with ``in_memory``, in
     host memory, if the run needs one."""
-    places = _Places.of(fragments)
+    places = Places.of(fragments)
     nbytes = places.nbytes
     first_of_run = places.long_runs(in_memory=in_memory)
     offset = np.cumsum(nbytes) - nbytes
@@ -171,7 +177,8 @@ def _plan_data_file(
     sources = np.insert(np.arange(len(fragments)), after_gap, FILLER)
     sizes = np.insert(nbytes, after_gap, gap[after_gap])
     regions, blocks = _regions(np.append(HEADER, sources), np.append(len(header), sizes), block_bytes)
-    return DataFilePlan(data_file, header, tuple(fragments), regions, int(regions.nbytes.sum()), first_block, blocks)
+    file_bytes = int(regions.nbytes.sum())
+    return DataFilePlan(data_file, header, tuple(fragments), places, regions, file_bytes, first_block, blocks)
 
 
 def _with_fillers(pieces: Iterable[EntryFields], gap: Ints) -> Iterator[EntryFields]:
@@ -194,30 +201,39 @@ def plan_copied_file(data_file: DataFileId, region_bytes: Ints, first_block: int
     """Returns the plan of a data file that is the same, byte for byte, as the file that it is a copy of.
     ``region_bytes`` has the size of each region in bytes, the header first."""
     regions, blocks = _regions(np.arange(len(region_bytes)) + HEADER, region_bytes, block_bytes)
-    return DataFilePlan(data_file, b"", (), regions, int(region_bytes.sum()), first_block, blocks, is_copy=True)
+    file_bytes, places = int(region_bytes.sum()), Places.of(())
+    return DataFilePlan(data_file, b"", (), places, regions, file_bytes, first_block, blocks, is_copy=True)
 
 
-class _Places(NamedTuple):
-    """Where the bytes of fragments are, as int64 columns. ``path`` is 0 for host memory, the number of a swap file, or
-    -1 for memory of a device. ``start`` is the first byte in the file, or the address in host memory."""
+class Places(NamedTuple):
+    """Where the bytes of fragments are, as int64 columns. ``path`` is 0 for host memory, the number of a swap file in
+    ``paths``, or -1 for memory of a device and for fragments without ``data``. ``start`` is the first byte in the file,
+    or the address in host memory."""
 
+    paths: tuple[str, ...]
     path: Ints
     start: Ints
     nbytes: Ints
     item_bytes: Ints
 
     @classmethod
-    def of(cls, fragments: Sequence[Fragment]) -> _Places:
-        numbers: dict[str | None, int] = {None: -1, "": 0}
-        places = [fragment.place or (None, 0) for fragment in fragments]
+    def of(cls, fragments: Sequence[Fragment]) -> Places:
+        numbers = {"": 0}
+        places: list[tuple[int, int]] = []
+        for data in (fragment.data for fragment in fragments):
+            if isinstance(data, FileRange):
+                places.append((numbers.setdefault(data.path, len(numbers)), data.offset))
+            else:
+                places.append((-1, 0) if data is None or not data.is_cpu else (0, data.data_ptr()))
+        path, start = np.array(places, np.int64).reshape(-1, 2).T
         item_bytes = np.array([ITEM_BYTES[fragment.dtype] for fragment in fragments], np.int64)
         numel = np.array([fragment.span.stop - fragment.span.start for fragment in fragments], np.int64)
-        return cls(
-            np.array([numbers.setdefault(path, len(numbers) - 1) for path, _ in places], np.int64),
-            np.array([start for _, start in places], np.int64),
-            numel * item_bytes,
-            item_bytes,
-        )
+        return cls(tuple(numbers), path, start, numel * item_bytes, item_bytes)
+
+    def begin(self, number: int, byte: int) -> tuple[str, int]:
+        """Returns where a byte of a fragment is: the path of a swap file and an offset in it, or the empty path and an
+        address in host memory."""
+        return self.paths[self.path[number]], int(self.start[number] + byte)
 
     @property
     def address(self) -> Ints:
@@ -232,7 +248,7 @@ class _Places(NamedTuple):
         file can share pages with the swap file. The same holds for memory: then the run is written from it without a
         copy."""
         some = np.flatnonzero(self.nbytes)
-        path, start, nbytes, item_bytes = (column[some] for column in self)
+        path, start, nbytes, item_bytes = (column[some] for column in self[1:])
         # In the data file, each piece begins at a multiple of the size of its elements.
         can_be_long = (path >= (0 if in_memory else 1)) & (start % item_bytes == 0)
         begins = np.ones(len(some), bool)
@@ -255,9 +271,9 @@ class WriteOp:
     whole blocks, except that the last block of a source may be shorter. ``address`` is the address of the first of them
     if they are in host memory, and otherwise -1.
 
-    ``place`` says where all of these bytes are adjacent, in the form of ``Fragment.place``, if they begin as far behind
-    the start of a page there as in the data file. Then a swap file may share its pages with the data file, and host
-    memory is written without a copy. If ``place`` is None, the bytes are copied to a staging buffer first.
+    ``place`` says where all of these bytes are adjacent, as ``Places.begin`` does, if they begin as far behind the
+    start of a page there as in the data file. Then a swap file may share its pages with the data file, and host memory
+    is written without a copy. If ``place`` is None, the bytes are copied to a staging buffer first.
     """
 
     file: int
@@ -318,7 +334,7 @@ def plan_writes(
 def _cut(
     plan: DataFilePlan, number: int, batch_bytes: int, block_bytes: int, straight: Collection[str]
 ) -> Iterator[WriteOp]:
-    """Yields the writes of one file. A long run (see ``_Places.long_runs``) shares no write with other bytes."""
+    """Yields the writes of one file. A long run (see ``Places.long_runs``) shares no write with other bytes."""
     regions = plan.regions
     # The columns below have one item for each block: the number of its region, its number in the region, and so on.
     region, block = ragged(block_count(regions.nbytes, block_bytes))
@@ -329,22 +345,19 @@ def _cut(
     if plan.is_copy:  # all bytes of the file are adjacent in the file that is copied
         run, address = np.zeros(len(region), np.int64), np.full(len(region), -1)
     else:
-        places_of_fragments = _Places.of(plan.fragments)
-        first_of_run = places_of_fragments.long_runs(in_memory=plan.id.part in straight)
+        first_of_run = plan.places.long_runs(in_memory=plan.id.part in straight)
         # Of a header and of a filler, both are -1.
         number_of_fragment = np.maximum(source, -1)
         run = np.append(first_of_run, -1)[number_of_fragment]
-        address = np.append(places_of_fragments.address, -1)[number_of_fragment]
+        address = np.append(plan.places.address, -1)[number_of_fragment]
         address = np.where(address < 0, -1, address + start)
     starts, stops = file_start.tolist(), file_stop.tolist()
     firsts: list[int] = []  # the number of the first block of each write
     places: list[tuple[str, int] | None] = []
     for first, run_stop in runs_of_equal(run):
         while first < run_stop:
-            place = plan.fragments[source[first]].place if run[first] >= 0 and not plan.is_copy else None
+            place = plan.places.begin(source[first], start[first]) if run[first] >= 0 and not plan.is_copy else None
             is_straight = place is not None and place[0] == ""
-            if place is not None:
-                place = place[0], place[1] + int(start[first])
             firsts.append(first)
             places.append((plan.id.path, starts[first]) if plan.is_copy else place)
             limit = starts[first] + (max(batch_bytes, STRAIGHT_BYTES_MAX) if is_straight else batch_bytes)

@@ -12,7 +12,7 @@ from zckpt.format.digest import DIGEST_BYTES, blocks, digest
 from zckpt.format.limits import BLOCK_BYTES_MAX, BLOCK_BYTES_MIN
 from zckpt.format.names import split_piece_name
 from zckpt.format.rules import broken
-from zckpt.plan.catalog import FileRecord, PieceColumns, RankRecord, Tensor, packed_tensors
+from zckpt.plan.catalog import FileRecord, Kind, PieceColumns, RankRecord, Tensors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -80,7 +80,7 @@ def rank_records(
     rank_records = []
     for rank, of_rank in sorted(files.items()):
         order = sorted(zip(first_blocks[rank], of_rank, strict=True), key=lambda pair: pair[0])
-        tensors: dict[Tensor, int] = {}
+        tensors: dict[tuple[str, Kind], int] = {}
         columns, records = [], []
         for number, (first, file) in enumerate(order):
             header, rows = file.header, []
@@ -88,7 +88,7 @@ def rank_records(
                 if not entry.is_filler:
                     name, start, length = _piece(entry)
                     tensor = tensors.setdefault(
-                        (name, header.whole_shape(entry), entry.dtype, header.grid(entry).sections), len(tensors)
+                        (name, (header.whole_shape(entry), entry.dtype, header.grid(entry).sections)), len(tensors)
                     )
                     data_file = header.data_file
                     copy = copies[data_file.part, name, rank, data_file.tier, start]
@@ -97,8 +97,7 @@ def rank_records(
             data_file = header.data_file
             size = (file.nbytes, header.data_start)
             records.append(FileRecord(data_file.part, data_file.tier, *size, first, number, data_file.origin))
-        own = (packed_tensors(tensors), tuple(columns), tuple(records))
-        rank_records.append(RankRecord(rank, digest(tables[rank]), *own))
+        rank_records.append(RankRecord(rank, digest(tables[rank]), Tensors.of(tensors), tuple(columns), tuple(records)))
     return rank_records
 
 

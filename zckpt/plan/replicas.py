@@ -8,7 +8,7 @@ the ranks that hold a set writes one share of the elements of each fragment, so 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgpack
@@ -88,4 +88,4 @@ def narrowed(fragment: Fragment, span: Span) -> Fragment:
         data = data.narrow(start * item_bytes, span.numel * item_bytes)
     elif data is not None:
         data = data[start : start + span.numel]
-    return replace(fragment, span=span, data=data)
+    return fragment._replace(span=span, data=data)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import accumulate, chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from zckpt.format.names import Tier
 
@@ -51,8 +51,7 @@ class FileRange:
         return FileRange(self.path, self.offset + start, nbytes)
 
 
-@dataclass(frozen=True, slots=True)
-class Fragment:
+class Fragment(NamedTuple):
     """A span of the elements of one tensor, as one rank holds them.
 
     ``data`` has the bytes: a contiguous 1-D tensor of ``span.numel`` elements that shares memory with the state itself
@@ -68,8 +67,8 @@ class Fragment:
     span: Span
     tier: Tier = Tier.DEVICE
     copy: int = 0
-    data: torch.Tensor | FileRange | None = field(default=None, compare=False, repr=False)
-    replicated: str = field(default="", compare=False)
+    data: torch.Tensor | FileRange | None = None
+    replicated: str = ""
     """The label of the set of replicas to which this fragment belongs, or an empty text if no other rank holds any of
     its elements. ``plan.replicas`` describes such sets."""
 
@@ -81,15 +80,6 @@ class Fragment:
     def shape(self) -> tuple[int, ...]:
         """The shape of the whole tensor."""
         return self.span.grid.shape
-
-    @property
-    def place(self) -> tuple[str, int] | None:
-        """The place where the bytes of ``data`` begin: the path of a swap file and an offset in it, or the empty path
-        and an address in host memory. None for device memory, and without ``data``."""
-        data = self.data
-        if isinstance(data, FileRange):
-            return data.path, data.offset
-        return ("", data.data_ptr()) if data is not None and data.is_cpu else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,6 @@ has to do, and nothing else."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -105,7 +104,7 @@ class ReferenceAdapter(EngineAdapter):
         return Use(self.engine, "backward", {PARAM, BUFFER, GRADIENT}), Use(self.engine, "step")
 
     def wanted(self, stored: Mapping[str, Mapping[str, Stored]]) -> tuple[Fragment, ...]:
-        return tuple(replace(fragment, data=None) for fragment in self._needed())
+        return tuple(fragment._replace(data=None) for fragment in self._needed())
 
     def unexpected(self, stored: Mapping[str, Collection[str]]) -> list[str]:
         tensors = self.engine.tensors
@@ -130,7 +129,7 @@ class ReferenceAdapter(EngineAdapter):
                 whole = part == BUFFER
                 span = all_of(data.shape) if whole else all_of(engine.shapes[name]).clip(*engine.ranges[name])
                 tier = Tier.DEVICE if data.device == engine.device else Tier.HOST
-                dtype = dtype_name(data.dtype, f"{part}/{name}")
+                dtype = dtype_name(data.dtype, part, name)
                 copy = engine.rank if whole else 0
                 yield Fragment(part, name, dtype, span, tier, copy, data.view(-1))
 
@@ -154,7 +153,7 @@ class ReferenceRestoring:
 
     def fill(self) -> Generator[Batch, None, None]:
         live = {fragment.key: fragment.data for fragment in self._adapter.fragments()}
-        yield Batch(tuple(replace(fragment, data=live[fragment.key]) for fragment in self._selection.wanted))
+        yield Batch(tuple(fragment._replace(data=live[fragment.key]) for fragment in self._selection.wanted))
 
     def set_state(self) -> None:
         engine, state, rank_state = self._engine, self._selection.state, self._selection.rank_state

@@ -179,11 +179,13 @@ def has_own_operations(tensor: torch.Tensor) -> bool:
 def not_plain(tensor: torch.Tensor) -> str | None:
     """Returns why the values of a tensor cannot be in memory that is its own, one element after the other, such as "is
     a tensor of layout torch.sparse_coo". Returns None if they can. Does not look at the memory."""
-    if torch.nn.parameter.is_lazy(tensor):
+    # There may be very many tensors. Those of these classes are initialized and have no operations of their own.
+    is_usual = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+    if not is_usual and torch.nn.parameter.is_lazy(tensor):
         return "is not initialized yet"
     if tensor.is_nested or tensor.layout is not torch.strided:
         return f"is a tensor of layout {'nested' if tensor.is_nested else tensor.layout}: only dense ones can be kept"
-    if has_own_operations(tensor):
+    if not is_usual and has_own_operations(tensor):
         return f"is of the class {type(tensor).__qualname__}, whose values are not in memory of their own"
     if tensor.is_quantized:
         return f"is a quantized tensor, of dtype {tensor.dtype}"
@@ -223,7 +225,8 @@ def check_fragments(fragments: Iterable[Fragment]) -> tuple[torch.device, ...]:
     """Checks the tensors of fragments that an engine has handed over, as ``check_memory`` does, and that each of them
     has the elements of its fragment as they are. Raises StateError and DeviceError."""
     named = [(fragment, fragment.data) for fragment in fragments if isinstance(fragment.data, torch.Tensor)]
-    devices = check_memory((fragment.key, data) for fragment, data in named)
+    check_memory((fragment.key, data) for fragment, data in named if why_no_memory(data) is not None)
+    devices = check_devices(data for _, data in named)
     for fragment, data in named:
         if data.numel() != fragment.span.numel or not lies_in_order(data):
             view = "conjugated or negated view" if data.is_conj() or data.is_neg() else "tensor"

@@ -16,7 +16,7 @@ from zckpt.format import names, tree
 from zckpt.format.digest import digest
 from zckpt.format.names import Tier
 from zckpt.geometry import all_of
-from zckpt.offloading.away import where_it_is
+from zckpt.offloading.away import where_they_are
 from zckpt.plan.replicas import ReplicaSet
 from zckpt.state.inventory import BUFFER, PARAM, RESERVED_PARTS, STATE, Fragment
 from zckpt.state.lineage import Use, use_of
@@ -64,22 +64,23 @@ def collect(
 ) -> Collected:
     """Collects the state that ``options`` ask for. ``replicas``: as in ``History``. Raises ValueError, StateError,
     FormatError (N001, N003), DeviceError, and the errors of the adapter."""
-    unknown = sorted(set(options.exclude) - set(adapter.parts))
+    parts = adapter.parts
+    unknown = sorted(set(options.exclude) - set(parts))
     if unknown:
-        raise ValueError(f"exclude: the engine has no part {', '.join(unknown)}; it has {', '.join(adapter.parts)}")
+        raise ValueError(f"exclude: the engine has no part {', '.join(unknown)}; it has {', '.join(parts)}")
     synchronize(adapter.devices)
     inventory = adapter.inventory(options.parts)
-    wanted = {*(adapter.parts if options.parts is None else options.parts)}.difference(options.exclude)
-    fragments = [where_it_is(fragment) for fragment in inventory.fragments if fragment.part not in options.exclude]
+    wanted = {*(parts if options.parts is None else options.parts)}.difference(options.exclude)
+    fragments = where_they_are(fragment for fragment in inventory.fragments if fragment.part not in options.exclude)
     for part in {fragment.part for fragment in fragments}:  # It becomes the name of a file.
         names.check_part_name(part)
     names.check_tensor_names([fragment.name for fragment in fragments])
     check_fragments(fragments)
     state, rank_state = adapter.state(), adapter.rank_state()
     scalars = dict(sorted(_leaves(state.get("optimizer"), "optimizer")))
-    left_out = [part for part in adapter.parts if part not in wanted and part not in RESERVED_PARTS]
+    left_out = [part for part in parts if part not in wanted and part not in RESERVED_PARTS]
     all_weights = options.parts is not None and PARAM in options.parts
-    use = use_of(wanted, adapter.parts, trains=adapter.trains, all_weights=all_weights)
+    use = use_of(wanted, parts, trains=adapter.trains, all_weights=all_weights)
     return Collected(
         fragments, inventory.aliases, state, rank_state, scalars, _digests(fragments), left_out, use,
         inventory.unsaved, _replica_sets(fragments, replicas if options.parts is None else {}),

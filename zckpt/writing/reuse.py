@@ -132,8 +132,8 @@ def _is_sound(data_file: DataFilePlan, file: SameFile, budget: Budget, block_byt
     name, pieces = file.location.name, data_file.pieces
     starts = (pieces.start + len(data_file.header)).tolist()
     ranges = [FileRange(name, start, nbytes) for start, nbytes in zip(starts, pieces.nbytes.tolist(), strict=True)]
-    fragments = (replace(fragment, data=data) for fragment, data in zip(data_file.fragments, ranges, strict=True))
-    stored = replace(data_file, fragments=tuple(fragments), first_block=0)
+    fragments = [fragment._replace(data=data) for fragment, data in zip(data_file.fragments, ranges, strict=True)]
+    stored = replace(data_file.reading(fragments), first_block=0)
     batch_bytes = budget.batch_bytes(block_bytes)
     plan = plan_writes([stored], batch_bytes=batch_bytes, block_bytes=block_bytes)
     try:

@@ -11,7 +11,6 @@ are made anew after a restore, but are never read here.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from zckpt.engines import replicas
@@ -175,9 +174,9 @@ class Zero12(replicas.Replicated):
             ranges = cut_together(zip(parameter_names, held, group.offsets, strict=True), rank, group.master.numel())
             same_borders = all(local.same_borders for local in local_tensors)
             ranges = tuple(
-                replace(own, replicated=local.partition_replicated, stored_as=local.stored_as)
+                own._replace(replicated=local.partition_replicated, stored_as=local.stored_as)
                 if same_borders
-                else replace(own, written=local.writes_partition, stored_as=local.stored_as)
+                else own._replace(written=local.writes_partition, stored_as=local.stored_as)
                 for own, local in zip(ranges, local_tensors, strict=True)
             )
             by_name = {parameter_range.name: parameter_range for parameter_range in ranges}

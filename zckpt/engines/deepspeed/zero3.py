@@ -109,7 +109,7 @@ class Partitioned(Kind):
         which the partition begins in its memory."""
         local = self._local_tensors[name]
         own = cut_alone(name, local.span, local.owners.rank, local.owners.size, offset)
-        return replace(own, replicated=local.partition_replicated, stored_as=local.stored_as)
+        return own._replace(replicated=local.partition_replicated, stored_as=local.stored_as)
 
 
 class Zero3(Partitioned):

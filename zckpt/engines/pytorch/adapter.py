@@ -14,7 +14,7 @@ from zckpt.engines import optimizer, rng
 from zckpt.engines.contract import Use
 from zckpt.engines.group import rank_group_of
 from zckpt.engines.hooks import call_before
-from zckpt.engines.module_adapter import ModuleAdapter
+from zckpt.engines.module_adapter import ModuleAdapter, Named
 from zckpt.engines.module_restoring import ModuleRestoring
 from zckpt.engines.pytorch.optimizers import Optimizers
 from zckpt.engines.pytorch.parameters import Parameters, drop_unsharded_gradients, reshard, unsharded_gradients
@@ -189,9 +189,9 @@ class TorchAdapter(ModuleAdapter):
         return Optimizers(self.engine.optimizers) if self.engine.optimizers else None
 
     @cached_property
-    def parameters(self) -> tuple[dict[str, torch.nn.Parameter], dict[str, str]]:
+    def _named(self) -> tuple[Named[torch.nn.Parameter], Named[torch.Tensor]]:
         reshard(self.module)
-        return super().parameters
+        return super()._named
 
     @cached_property
     def buffers(self) -> tuple[dict[str, torch.Tensor], dict[str, str]]:

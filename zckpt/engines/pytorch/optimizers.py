@@ -14,7 +14,7 @@ from zckpt.engines.state_view import StateView
 from zckpt.engines.tensors import local_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping, MutableMapping, Sequence
 
 
 class Optimizers:
@@ -36,35 +36,41 @@ class Optimizers:
 
 
 class States:
-    """The state of several optimizers, by the local tensor of each parameter."""
+    """The state of several optimizers, by the local tensor of each parameter. That of a DTensor is a ``LocalState``."""
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        self._parameters: dict[int, tuple[torch.optim.Optimizer, torch.Tensor]] = {}
+        self._optimizers: dict[int, torch.optim.Optimizer] = {}
+        self._sharded: dict[int, torch.Tensor] = {}
+        """The DTensors, by the ``id`` of their local tensors."""
         self._locals: dict[int, torch.Tensor] = {}
+        """The local tensors of the DTensors, by the ``id`` of these."""
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     local = local_of(parameter)
-                    self._locals[id(parameter)] = local
-                    self._parameters[id(local)] = optimizer, parameter
+                    self._optimizers[id(local)] = optimizer
+                    if local is not parameter:
+                        self._sharded[id(local)], self._locals[id(parameter)] = parameter, local
 
     def local(self, parameter: torch.Tensor) -> torch.Tensor:
         """Returns what this rank holds of a parameter. This is always the same object, which is a key here."""
-        return self._locals[id(parameter)]
+        return self._locals.get(id(parameter), parameter)
 
     def get(self, local: torch.Tensor, default: Any = None) -> Any:
         """Returns the state under a key, or ``default`` if there is none yet."""
-        optimizer, parameter = self._parameters[id(local)]
-        return LocalState(optimizer.state[parameter], parameter) if parameter in optimizer.state else default
+        parameter = self._sharded.get(id(local), local)
+        state = self._optimizers[id(local)].state.get(parameter)
+        return default if state is None else state if parameter is local else LocalState(state, parameter)
 
-    def __getitem__(self, local: torch.Tensor) -> LocalState:
-        optimizer, parameter = self._parameters[id(local)]
-        return LocalState(optimizer.state[parameter], parameter)
+    def __getitem__(self, local: torch.Tensor) -> MutableMapping[str, Any]:
+        parameter = self._sharded.get(id(local), local)
+        state: dict[str, Any] = self._optimizers[id(local)].state[parameter]
+        return state if parameter is local else LocalState(state, parameter)
 
 
 class LocalState(StateView):
-    """What an optimizer keeps for one parameter. A DTensor is read as its local tensor. A tensor that is added with the
-    shape of the parameter's local tensor becomes a DTensor, if the parameter is one."""
+    """What an optimizer keeps for a parameter that is a DTensor. A DTensor is read as its local tensor. A tensor that
+    is added with the shape of the parameter's local tensor becomes a DTensor."""
 
     def __init__(self, state: dict[str, Any], parameter: torch.Tensor) -> None:
         super().__init__(state)
@@ -76,8 +82,7 @@ class LocalState(StateView):
 
     def __setitem__(self, key: str, value: Any) -> None:
         parameter: Any = self._parameter
-        local = local_of(parameter)
-        if local is not parameter and isinstance(value, torch.Tensor) and value.shape == local.shape:
+        if isinstance(value, torch.Tensor) and value.shape == local_of(parameter).shape:
             value = type(parameter.data).from_local(
                 value,
                 parameter.device_mesh,

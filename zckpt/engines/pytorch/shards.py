@@ -9,7 +9,7 @@ lose one.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
 
 from zckpt.engines.group import RankGroup
@@ -79,7 +79,8 @@ def _cut(shape: tuple[int, ...], cuts: tuple[tuple[int, int, int], ...]) -> tupl
 def local_tensors_of(parameters: Mapping[str, torch.Tensor], group: RankGroup) -> dict[str, LocalTensor]:
     """Returns the local tensors of all parameters of a model. ``group``: the ranks of the engine. Raises ValueError,
     with the name of the parameter in a phrase, as ``span_of`` does."""
-    local_tensors = {}
+    local_tensors, alone = {}, RankGroup(None, 0, (group.ranks[group.rank],))
+    equal = cache(LocalTensor)  # There may be very many tensors of the same shape.
     for name, parameter in parameters.items():
         try:
             span = span_of(parameter)
@@ -87,10 +88,9 @@ def local_tensors_of(parameters: Mapping[str, torch.Tensor], group: RankGroup) -
             raise ValueError(f"{name}, which {error}") from error
         if is_sharded(parameter):
             # Each rank reads all of its local tensor, because others may hold it only in part.
-            alone = RankGroup(None, 0, (group.ranks[group.rank],))
-            local_tensors[name] = LocalTensor(span, alone, replica_set(parameter, group.size))
+            local_tensors[name] = equal(span, alone, replica_set(parameter, group.size))
         else:
-            local_tensors[name] = LocalTensor(span, group, "every rank" if group.size > 1 else "")
+            local_tensors[name] = equal(span, group, "every rank" if group.size > 1 else "")
     return local_tensors
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from zckpt.engines.flats import view_of
 from zckpt.engines.pytorch.shards import is_sharded, replica_set, span_of
 from zckpt.engines.tensors import dtype_name, local_of
 from zckpt.errors import StateError, UnsupportedError
@@ -98,8 +99,7 @@ def _is_divided(value: object) -> bool:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class HeldTensor:
+class HeldTensor(NamedTuple):
     """What this rank holds of one tensor of a state dict."""
 
     chunks: tuple[tuple[Span, torch.Tensor], ...]
@@ -118,20 +118,21 @@ class HeldTensor:
     def of_ranks(self, ranks: Sequence[int]) -> HeldTensor:
         """Returns the same, if only these ranks have a tensor of this name."""
         label = f"{self.replicated} of {ranks}" if self.replicated and len(ranks) > 1 else ""
-        return replace(self, replicated=label)
+        return self._replace(replicated=label)
 
 
 def held(name: str, tensor: torch.Tensor, ranks: int, local: torch.Tensor | None = None) -> HeldTensor:
     """Returns what this rank holds of a tensor. ``ranks``: the number of ranks that write. ``local``: the values that
     are written in the place of those that the tensor has on this rank. Raises UnsupportedError, which names the tensor,
     for one that cannot be written."""
+    data = values_in_order(name, local_of(tensor) if local is None else local)
+    if not is_sharded(tensor):
+        return HeldTensor(((all_of(tensor.shape), data),), "every rank" if ranks > 1 else "")
     try:
         span = held_span(tensor)
     except ValueError as error:
         raise UnsupportedError(f"{name} {error}", hint="redistribute a Partial tensor, which sums it") from error
-    data = values_in_order(name, local_of(tensor) if local is None else local)
-    whole = "every rank" if ranks > 1 else ""
-    return HeldTensor(((span, data),), replica_set(tensor, ranks) if is_sharded(tensor) else whole)
+    return HeldTensor(((span, data),), replica_set(tensor, ranks))
 
 
 def values_in_order(name: str, local: torch.Tensor) -> torch.Tensor:
@@ -141,10 +142,9 @@ def values_in_order(name: str, local: torch.Tensor) -> torch.Tensor:
     if why is not None:
         raise UnsupportedError(f"{name} {why}", hint="keep a dense copy of it, or the tensors that it is made of")
     dtype_name(local.dtype, name)
-    data = local.detach()
-    if not lies_in_order(data):
-        data = data.resolve_conj().resolve_neg().contiguous()
-    return data.view(-1)
+    if not lies_in_order(local):
+        local = local.detach().resolve_conj().resolve_neg().contiguous()
+    return view_of(local, 0, local.numel())
 
 
 def held_span(tensor: Any) -> Span:
@@ -201,8 +201,10 @@ class Contents:
 
     def with_own(self, per_rank: Collection[str]) -> Contents:
         """Returns the same, with the plain tensors that a name or glob in ``per_rank`` matches as each rank's own."""
+        if not per_rank:
+            return self
         tensors = {
-            name: replace(tensor, replicated="", own=True) if matches(name, per_rank) and is_whole(tensor) else tensor
+            name: tensor._replace(replicated="", own=True) if matches(name, per_rank) and is_whole(tensor) else tensor
             for name, tensor in self.tensors.items()
         }
         return replace(self, tensors=tensors)
@@ -211,10 +213,10 @@ class Contents:
         """Returns, for each name of a tensor that has the same memory as one before it, the name of that one."""
         first: dict[tuple[object, ...], str] = {}
         aliases = {}
-        addresses = Counter(tensor.chunks[0][1].data_ptr() for tensor in self.tensors.values())
-        for name, tensor in self.tensors.items():
-            shared = addresses[tensor.chunks[0][1].data_ptr()] > 1
-            if shared and not tensor.own and any(span.numel for span, _ in tensor.chunks):
+        addresses = [tensor.chunks[0][1].data_ptr() for tensor in self.tensors.values()]
+        times = Counter(addresses)
+        for (name, tensor), address in zip(self.tensors.items(), addresses, strict=True):
+            if times[address] > 1 and not tensor.own and any(span.numel for span, _ in tensor.chunks):
                 place = tuple((span, data.data_ptr(), data.device, data.dtype) for span, data in tensor.chunks)
                 if first.setdefault(place, name) != name:
                     aliases[name] = first[place]
