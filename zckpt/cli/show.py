@@ -62,8 +62,7 @@ def _statistics(path: str, keys: Sequence[str]) -> tuple[list[TensorInfo], list[
 
     def share_of_this_rank() -> tuple[str, list[tuple[Any, ...]]]:
         share = list(stretches(checkpoint, infos))[ranks.rank :: ranks.size]
-        nbytes = sum(stretch.span.numel * infos[stretch.number].item_bytes for stretch in share)
-        with reported(output.progress_bar(), "show", nbytes) as advance:
+        with reported(output.progress_bar(), "show", sum(stretch.nbytes for stretch in share)) as advance:
             of_tensors = statistics(checkpoint, infos, share, advance)
         return checkpoint.manifest.save_id, [astuple(of_tensor) for of_tensor in of_tensors]
 

@@ -53,6 +53,11 @@ class ReadRequest(NamedTuple):
     target: torch.Tensor
     copy: int | None = None
 
+    @classmethod
+    def fresh(cls, info: TensorInfo, span: Span, copy: int | None = None) -> ReadRequest:
+        """Returns a request whose target is a new 1-D tensor of the stored dtype in host memory."""
+        return cls(info, span, fresh_tensor((span.numel,), info.dtype, HOST), copy)
+
 
 def _leaf(ext: int, tensor: torch.Tensor) -> object:
     return tensor if ext == tree.TENSOR else tensor.numpy()
