@@ -159,7 +159,7 @@ class FailingProgress:
 def export_with_a_progress_that_fails(directory: Path, call: str) -> str:
     with pytest.raises((ValueError, zckpt.RankError)) as caught:
         zckpt.export(ReferenceEngine(), directory / "out", max_shard_size=8000, progress=FailingProgress(call, 0))
-    Ranks().share(lambda: None, "go on")  # all ranks still take part
+    Ranks().decide(lambda: None, list, "go on")  # all ranks still take part
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
@@ -175,7 +175,7 @@ def export_with_an_argument_of_one_rank(directory: Path, arguments: dict[str, An
     arguments_of_rank = arguments if torch.distributed.get_rank() == 1 else {}
     with pytest.raises((ValueError, zckpt.RankError)) as caught:
         zckpt.export(directory / "ckpt", directory / "out", **arguments_of_rank)
-    Ranks().share(lambda: None, "go on")  # all ranks still take part
+    Ranks().decide(lambda: None, list, "go on")  # all ranks still take part
     return type(caught.value).__name__
 
 

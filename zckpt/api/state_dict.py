@@ -201,54 +201,60 @@ def _agreed(
     # Each step below runs on all ranks. Nothing between two steps can fail on one rank alone.
     differ = ranks.decide(prepare, compare, "prepare the write")
     ((contents, outlines),) = made
-    told = [outlines]
-    if any(differ):
-        own = [outline if differs else b"" for outline, differs in zip(outlines, differ, strict=True)]
-        told = ranks.share(lambda: own, "compare the state dicts")
-    tensors, values = (
-        [msgpack.unpackb(of_rank[which]) for of_rank in (told if differ[which] else [outlines])] for which in range(2)
+
+    def join(told: Sequence[Sequence[bytes]]) -> _Joined:
+        tensors, values = (
+            [msgpack.unpackb(of_rank[which]) for of_rank in (told if differ[which] else [outlines])]
+            for which in range(2)
+        )
+        return _joined(tensors, values)
+
+    def differing_outlines() -> list[bytes]:
+        return [outline if differs else b"" for outline, differs in zip(outlines, differ, strict=True)]
+
+    paths, aliases, holders, value_holders, flags = (
+        ranks.decide(differing_outlines, join, "compare the state dicts") if any(differ) else join([])
     )
-    return _divided(contents, tensors, values, options, group, ranks.rank)
+    tensors = contents.tensors
+    if differ[0]:  # A set of replicas has only tensors that the same ranks have.
+        tensors = {name: tensor.of_ranks(holders[name]) for name, tensor in tensors.items()}
+    tree: dict[str, Any] = {
+        PATHS: packed_paths(map(tuple, paths.values())),
+        RANKS: {name: of_value[0] for name, of_value in value_holders.items() if of_value[0]},
+        **flags,
+    }
+    state = FlatState(tensors, aliases, tree, {name: of_tensor[0] for name, of_tensor in holders.items()}, group=group)
+    history_of(state).run_id = run_by_tensors((name, ()) for name in sorted(paths))
+    first = {name: value for name, value in contents.values.items() if value_holders[name][0] == ranks.rank}
+    own = {name: contents.values[name] for name in tree[OWN] if name in contents.values}
+    if ranks.rank == 0:
+        return state, replace(options, client_state=first, rank_state=own or None)
+    return state, replace(options, rank_state={**first, **own} or None)
 
 
-def _divided(
-    contents: Contents,
-    tensors_of_ranks: Sequence[Any],
-    values_of_ranks: Sequence[Any],
-    options: WriteOptions,
-    group: ProcessGroup | None,
-    rank: int,
-) -> tuple[FlatState, WriteOptions]:
-    """Returns what ``_agreed`` returns. ``tensors_of_ranks``: the paths of the tensors of each rank, and their aliases.
-    ``values_of_ranks``: for each plain value its path, its fingerprint, and whether it is a stream. Both have one item
-    if all ranks have the same. Raises the same StateError on every rank if plain values differ."""
-    holders = _holders([paths for paths, _ in tensors_of_ranks])
-    value_holders = _holders(values_of_ranks)
+_Joined = tuple[dict[str, Any], dict[str, str], dict[str, list[int]], dict[str, list[int]], dict[str, list[str]]]
+"""The paths of all tensors and plain values; the aliases of the tensors; the ranks that have each tensor, and each
+plain value; and the names of the values that differ from rank to rank and of those that are streams."""
+
+
+def _joined(tensors_of_ranks: Sequence[Any], values_of_ranks: Sequence[Any]) -> _Joined:
+    """``tensors_of_ranks``: the paths of the tensors of each rank, and their aliases. ``values_of_ranks``: for each
+    plain value its path, its fingerprint, and whether it is a stream. Both have one item if all ranks have the same.
+    Raises StateError if plain values differ."""
+    holders, value_holders = _holders([paths for paths, _ in tensors_of_ranks]), _holders(values_of_ranks)
     for name in value_holders.keys() & holders.keys():
         raise StateError(f"{name} is a tensor on one rank and a plain value on another", key=name)
     for name, ranks in value_holders.items():
         if len({tuple(values_of_ranks[number][name][1:]) for number in ranks}) > 1:
             raise _differing(name, {number: tuple(values_of_ranks[number][name][1:]) for number in ranks})
-    same = len(tensors_of_ranks) == 1
-    tensors, aliases = contents.tensors, tensors_of_ranks[0][1]
-    if not same:  # A set of replicas has only tensors that the same ranks have.
-        aliases = {}
-        tensors = {name: tensor.of_ranks(holders[name]) for name, tensor in tensors.items()}
     paths = {name: path for of_rank, _ in tensors_of_ranks for name, path in of_rank.items()}
     paths |= {name: path for of_rank in values_of_ranks for name, (path, *_) in of_rank.items()}
-    tree: dict[str, Any] = {
-        PATHS: packed_paths(map(tuple, paths.values())),
-        RANKS: {name: ranks[0] for name, ranks in value_holders.items() if ranks[0]},
+    flags = {
         OWN: [name for name, ranks in value_holders.items() if not values_of_ranks[ranks[0]][name][1]],
         STREAMS: [name for name, ranks in value_holders.items() if values_of_ranks[ranks[0]][name][2]],
     }
-    state = FlatState(tensors, aliases, tree, {name: ranks[0] for name, ranks in holders.items()}, group=group)
-    history_of(state).run_id = run_by_tensors((name, ()) for name in sorted(paths))
-    first = {name: value for name, value in contents.values.items() if value_holders[name][0] == rank}
-    own = {name: contents.values[name] for name in tree[OWN] if name in contents.values}
-    if rank == 0:
-        return state, replace(options, client_state=first, rank_state=own or None)
-    return state, replace(options, rank_state={**first, **own} or None)
+    aliases = tensors_of_ranks[0][1] if len(tensors_of_ranks) == 1 else {}
+    return paths, aliases, holders, value_holders, flags
 
 
 def _holders(of_ranks: Sequence[Mapping[str, object]]) -> dict[str, list[int]]:

@@ -134,7 +134,11 @@ def write_from_ranks(
     ``sources`` have to be equal on all ranks. ``sources``: all tensors of ``engine``, in the same order, with the
     dtypes to which they are converted. Afterwards the content of the files is durable, but their names are not yet.
     Raises StorageError, and RankError if another rank has failed."""
-    smallest_budget = min(ranks.share(lambda: engine.budget.serving(store).nbytes, "compare the budgets"))
+
+    def smallest(budgets: list[int]) -> int:
+        return min(budgets)
+
+    smallest_budget = ranks.decide(lambda: engine.budget.serving(store).nbytes, smallest, "compare the budgets")
 
     def prepare() -> _RankExport:
         shares = share_files(files, sources, ranks.size, smallest_budget)
