@@ -17,7 +17,7 @@ from zckpt.listing.summary import CheckpointSummary, summary
 from zckpt.ranks.collectives import Ranks, check_equal
 from zckpt.reporting.page import find_libraries, render
 from zckpt.reporting.page_data import gather
-from zckpt.reporting.values import Values, joined, look
+from zckpt.reporting.values import TensorStatistics, joined, look
 from zckpt.storage.schemes import open_store
 from zckpt.validation.report import LEVELS, Finding, Level, Report, in_order
 
@@ -113,7 +113,7 @@ def report(
 
     def write() -> None:
         values = statistics and [
-            joined([{key: row and Values.of_row(row) for key, row in rows[n].items()} for rows, _ in shares])
+            joined([{key: row and TensorStatistics.of_row(row) for key, row in rows[n].items()} for rows, _ in shares])
             for n in range(len(checkpoints))
         ]
         findings = [[Finding(*fields) for _, errors in shares for fields in errors[n]] for n in range(len(checkpoints))]

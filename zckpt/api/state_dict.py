@@ -11,7 +11,7 @@ import msgpack
 from zckpt.api.background import wait_for
 from zckpt.api.write import write_engine
 from zckpt.engines.history import history_of
-from zckpt.engines.state_dict.flat import OWN, PATHS, RANKS, STREAMS, Contents, FlatState, matches, packed_paths
+from zckpt.engines.state_dict.flat import OWN, PATHS, RANKS, STREAMS, FlatState, HeldLeaves, matches, packed_paths
 from zckpt.errors import StateError, first_few
 from zckpt.format.digest import digest
 from zckpt.format.names import CLIENT_STATE
@@ -146,11 +146,11 @@ def write_state_dict(
         copy_keep_every=copy_keep_every, background=background, snapshot_bytes=snapshot_bytes,
         replace_foreign=overwrite,
     )  # fmt: skip
-    return write_contents(partial(Contents.of, state_dict), path, options, process_group, per_rank)
+    return write_contents(partial(HeldLeaves.of, state_dict), path, options, process_group, per_rank)
 
 
 def write_contents(
-    contents: Callable[[int], Contents],
+    contents: Callable[[int], HeldLeaves],
     path: StrPath,
     options: WriteOptions,
     process_group: ProcessGroup | None = None,
@@ -168,7 +168,7 @@ def write_contents(
 
 @without_collector
 def _agreed(
-    make: Callable[[int], Contents],
+    make: Callable[[int], HeldLeaves],
     options: WriteOptions,
     group: ProcessGroup | None,
     per_rank: Collection[str],
@@ -176,7 +176,7 @@ def _agreed(
 ) -> tuple[FlatState, WriteOptions]:
     """Compares what the ranks have. Returns what this rank writes, and the options with its plain values. Mostly all
     ranks have the same names and values. Only if not, they tell each other what they have."""
-    made: list[tuple[Contents, list[bytes]]] = []
+    made: list[tuple[HeldLeaves, list[bytes]]] = []
 
     def prepare() -> list[Any]:
         patterns = several(per_rank) or ()

@@ -53,7 +53,7 @@ DYNAMIC_SCALER = {
 
 
 @dataclass(frozen=True)
-class FolderPlan:
+class DeepSpeedFolderPlan:
     """Plans the files of a folder as trees. The members raise what ``to_deepspeed`` raises for a checkpoint that does
     not fit."""
 
@@ -516,8 +516,8 @@ def _whole(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> View:
 
 
 def _copy(key: str, rank: int) -> str:
-    """Returns the name in ``FolderPlan.infos`` of a rank's own copy of a tensor. It cannot be a key, because no key
-    contains a line break."""
+    """Returns the name in ``DeepSpeedFolderPlan.infos`` of a rank's own copy of a tensor. It cannot be a key, because
+    no key contains a line break."""
     return f"{key}\n{rank}"
 
 

@@ -39,7 +39,7 @@ from zckpt.exporting.torch_file import Storage, View, torch_file
 from zckpt.format import names
 from zckpt.geometry import span_of
 from zckpt.listing.contents import TensorInfo
-from zckpt.reading.state_dict import Values, paths_of, tensors_by_name
+from zckpt.reading.state_dict import PlainValues, paths_of, tensors_by_name
 from zckpt.state.inventory import RESERVED_PARTS
 from zckpt.storage.location import Location
 
@@ -122,7 +122,7 @@ class DcpPlan:
         paths = paths_of(checkpoint)
         if paths:
             self._tensors.update(tensors_by_name(checkpoint))
-            self._values.update(Values(checkpoint))
+            self._values.update(PlainValues(checkpoint))
             self._paths = {name: paths[name] for name in (*self._tensors, *self._values)}
         else:
             self._add_engine()

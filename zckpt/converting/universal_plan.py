@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from zckpt.converting.deepspeed_experts import EP_SIZE
 from zckpt.converting.deepspeed_flats import flats
 from zckpt.converting.deepspeed_folder import is_file_name
-from zckpt.converting.deepspeed_plan import DEEPSPEED_VERSION, FolderPlan
+from zckpt.converting.deepspeed_plan import DEEPSPEED_VERSION, DeepSpeedFolderPlan
 from zckpt.engines.deepspeed.experts import EXPERT
 from zckpt.errors import MismatchError, UnsupportedError, first_few
 from zckpt.exporting.plan import Run
@@ -53,7 +53,7 @@ class _Parameter(NamedTuple):
     """What its files tell DeepSpeed's loader besides the values."""
 
 
-class UniversalPlan(FolderPlan):
+class UniversalPlan(DeepSpeedFolderPlan):
     """Plans the files of a folder that engines of stages 1 to 3 can load, with any number of ranks. The members raise
     what ``to_universal`` raises for a checkpoint that does not fit."""
 

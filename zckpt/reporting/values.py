@@ -45,7 +45,7 @@ values greater than 0."""
 
 
 @dataclass(frozen=True, slots=True)
-class Values:
+class TensorStatistics:
     """The statistics of the values of one tensor in one checkpoint."""
 
     statistics: Statistics = field(default_factory=Statistics)
@@ -57,9 +57,9 @@ class Values:
     """The statistics of the differences to the checkpoint before, element by element. It is None if that checkpoint has
     no such tensor, or if the tensor is damaged there."""
 
-    def plus(self, other: Values) -> Values:
+    def plus(self, other: TensorStatistics) -> TensorStatistics:
         """Returns the statistics of the elements of both together."""
-        return Values(
+        return TensorStatistics(
             self.statistics.plus(other.statistics),
             Counter(self.histogram) + Counter(other.histogram),
             self.update.plus(other.update) if self.update is not None and other.update is not None else None,
@@ -72,13 +72,13 @@ class Values:
         return [list(astuple(self.statistics)), list(self.histogram.items()), update]
 
     @classmethod
-    def of_row(cls, row: Sequence[Any]) -> Values:
+    def of_row(cls, row: Sequence[Any]) -> TensorStatistics:
         """Returns the object from its ``row``."""
         numbers, histogram, update = row
         return cls(Statistics(*numbers), dict(histogram), None if update is None else Statistics(*update))
 
 
-ValuesByKey = dict[str, Values | None]
+ValuesByKey = dict[str, TensorStatistics | None]
 """The statistics of the tensors of one checkpoint, by key. They are None for a tensor that is damaged or missing."""
 
 
@@ -136,14 +136,14 @@ def look(
     chains = _chains(checkpoints, sound)
     for chain in chains:
         for n in chain.numbers:
-            values_of_each[n][chain.key] = Values(update=None if n == chain.first else Statistics())
+            values_of_each[n][chain.key] = TensorStatistics(update=None if n == chain.first else Statistics())
     all_batches = batches(_portions(checkpoints, chains), attrgetter("nbytes"), STRETCH_BYTES, BATCH_STRETCHES_MAX)
     own_batches = list(islice(all_batches, number, None, size))
     portions = [portion for batch in own_batches for portion in batch]
     total = sum(portion.nbytes * (len(portion.chain.infos) - len(portion.chain.equal)) for portion in portions)
     with reported(progress, "report", total) as advance:
         for batch in own_batches:
-            last: dict[_Portion, tuple[torch.Tensor, Values]] = {}
+            last: dict[_Portion, tuple[torch.Tensor, TensorStatistics]] = {}
             for n, checkpoint in enumerate(checkpoints):
                 in_checkpoint = [portion for portion in batch if n in portion.chain.numbers]
                 unchanged = [portion for portion in in_checkpoint if n in portion.chain.equal and portion in last]
@@ -253,13 +253,13 @@ def _read(
     return elements_of
 
 
-def _unchanged(values: Values) -> Values:
+def _unchanged(values: TensorStatistics) -> TensorStatistics:
     """Returns the statistics for a checkpoint in which the elements are the same as in the checkpoint before."""
     numel = values.statistics.numel
     return replace(values, update=Statistics(numel, zeros=numel, min=0.0, max=0.0))
 
 
-def _values(values: torch.Tensor, before: torch.Tensor | None) -> Values:
+def _values(values: torch.Tensor, before: torch.Tensor | None) -> TensorStatistics:
     """Returns the statistics of these elements. ``before``: the same elements in the checkpoint before, if it has
     them."""
     statistics, update = Statistics(), None if before is None else Statistics()
@@ -270,7 +270,7 @@ def _values(values: torch.Tensor, before: torch.Tensor | None) -> Values:
         histogram.update(_histogram(wide))
         if before is not None and update is not None:
             update = update.plus(statistics_of(wide - elements(before[first : first + AT_ONCE])))
-    return Values(statistics, histogram, update)
+    return TensorStatistics(statistics, histogram, update)
 
 
 def _histogram(wide: torch.Tensor) -> dict[int, int]:

@@ -16,7 +16,7 @@ SHOWN_MAX = 5
 """The largest number of similar lines or names that a message shows."""
 
 
-class Difference(NamedTuple):
+class Mismatch(NamedTuple):
     """Why one tensor of the engine cannot be restored. ``kind`` is a key of ``KINDS``, and ``line`` is a line of
     text."""
 
@@ -41,7 +41,7 @@ def told(lines: Sequence[str], what: str, total: int = 0) -> list[str]:
     return [f"{number} {what}; the first {SHOWN_MAX}:", *(f"  {line}" for line in lines[:SHOWN_MAX])]
 
 
-def told_differences(differences: Mapping[str, Difference], keys: Collection[str]) -> list[str]:
+def told_differences(differences: Mapping[str, Mismatch], keys: Collection[str]) -> list[str]:
     """Returns the lines that describe ``differences``, which are given by key. ``keys`` has the keys of all tensors of
     the engine."""
     lines: list[str] = []

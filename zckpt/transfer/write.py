@@ -47,7 +47,7 @@ SAMPLES = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class CopySource:
     """A checkpoint whose data files are copied. Every ``FileRange`` that is written is a range of one of these
     files."""
 
@@ -79,7 +79,7 @@ class _Job:
     shared: PageSharing | None = None
     """The object that has put the whole pages of this write into the file by sharing them. None if no pages are
     shared."""
-    source: Source | None = None
+    source: CopySource | None = None
     """The checkpoint to which the ranges of files belong. None if they are ranges of swap files."""
 
     @property
@@ -102,7 +102,7 @@ def run_writes(
     staging: StagingPool,
     snapshot: Snapshot,
     advance: Callable[[int], None],
-    source: Source | None = None,
+    source: CopySource | None = None,
     existing: Mapping[str, bytes] | None = None,
     snapshot_bytes: int = 0,
 ) -> bytes:
@@ -161,7 +161,7 @@ def unchanged_files(
     expected: Mapping[int, bytes],
     budget: Budget,
     staging: StagingPool,
-    source: Source | None = None,
+    source: CopySource | None = None,
 ) -> set[int]:
     """Returns the numbers of those files of ``plan`` that have the ``expected`` digests. A few reads spread over each
     file come first, and nothing more of a file is read once a digest differs. So a file that has changed costs little
@@ -313,7 +313,7 @@ def _fill(
     copies[data.device].append(FromDevice(position, byte_tensor(data)[start : start + nbytes]))
 
 
-def _compare(job: _Job, source: Source, digests: bytes, block_bytes: int) -> None:
+def _compare(job: _Job, source: CopySource, digests: bytes, block_bytes: int) -> None:
     """Raises FormatError (D003) unless ``digests`` are those that the source has for the blocks of ``job``. The error
     names the file and the range in the source."""
     first = job.op.block * DIGEST_BYTES

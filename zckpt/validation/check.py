@@ -32,7 +32,7 @@ Processes = range | tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class ValidationShare:
     """The share of one process in the validation of a checkpoint by several processes."""
 
     number: int = 0
@@ -62,7 +62,7 @@ class Share:
 
 
 def check_checkpoint(
-    contents: Contents, budget: Budget, level: Level, share: Share, progress: Progress | None = None
+    contents: Contents, budget: Budget, level: Level, share: ValidationShare, progress: Progress | None = None
 ) -> tuple[list[Finding], bytes, int]:
     """Checks one share of everything but the manifest, which has been read already. The level "structure" does not
     import torch.
@@ -75,8 +75,8 @@ def check_checkpoint(
         progress: an object that is told the number of bytes that have been checked.
 
     Returns:
-        The findings, in no order; the packed ``Values`` at the level "deep", and no bytes at the others; and the number
-        of bytes that were read.
+        The findings, in no order; the packed ``ValueChecks`` at the level "deep", and no bytes at the others; and the
+        number of bytes that were read.
     """
     before, manifest = contents.reader.count.bytes_read, contents.manifest
     units = share.units(manifest.world_size)
@@ -96,9 +96,9 @@ def check_checkpoint(
         if with_data:
             from zckpt.reading.checkpoint import Checkpoint
             from zckpt.transfer.staging import host_pool
-            from zckpt.validation.values import Values, derived_weights
+            from zckpt.validation.values import ValueChecks, derived_weights
 
-            values = Values(derived_weights(contents) if sound else {}) if level == "deep" else None
+            values = ValueChecks(derived_weights(contents) if sound else {}) if level == "deep" else None
             staging = host_pool(budget_of_reads.batch_bytes(manifest.block_bytes))
             data = DataChecks(contents, budget.direct, staging, values, note, advance)
 

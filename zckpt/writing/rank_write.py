@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from zckpt.storage.contract import Condition, Prepared, Store
     from zckpt.storage.lock import WriteLock
     from zckpt.transfer.snapshot import Snapshot
-    from zckpt.transfer.write import Source
+    from zckpt.transfer.write import CopySource
     from zckpt.writing.options import WriteOptions
 
 
@@ -80,7 +80,7 @@ class RankWrite:
     metadata: catalog.SaveMetadata
     """The fields of the manifest that do not describe tensors or files."""
     options: WriteOptions
-    source: Source | None = None
+    source: CopySource | None = None
     """The checkpoint that is copied. None means that the state of an engine is written."""
     with_table: bool = True
     """Whether ``write_data_files`` also writes the digest table of the rank. If several processes copy files of one

@@ -18,7 +18,7 @@ from zckpt.state.inventory import ANY_TIME, FileRange
 from zckpt.storage.schemes import open_store
 from zckpt.transfer.devices import devices_of, synchronize
 from zckpt.transfer.staging import host_pool, pool_for
-from zckpt.transfer.write import Source, unchanged_files
+from zckpt.transfer.write import CopySource, unchanged_files
 from zckpt.writing.collect import tensors_of
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ def _is_sound(data_file: DataFilePlan, file: SameFile, budget: Budget, block_byt
         store = open_store(file.location.parent)
         with closing(store.reader()) as reader:
             files = {name: ReadFile(name, data_file.nbytes)}
-            source = Source(store, reader, files, b"", False, lambda path, byte: None)
+            source = CopySource(store, reader, files, b"", False, lambda path, byte: None)
             unchanged = unchanged_files(plan, {0: file.digests}, budget, host_pool(batch_bytes), source)
             return bool(unchanged) and reader.read(name, 0, len(data_file.header)) == data_file.header
     except ZckptError:
