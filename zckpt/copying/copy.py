@@ -127,7 +127,7 @@ class Copy:
         else:
             shared = self.shared_with is not None and self.target.may_share(self.shared_with)
             files = () if shared else self.contents.manifest.files.nbytes
-            first.needed_bytes = sum(files) + self.contents.manifest.index_bytes
+            first.data_bytes = sum(files) + self.contents.manifest.index_bytes
         self._first = first
         return first.begin(lock)
 

@@ -142,9 +142,9 @@ class Assigned(NamedTuple):
     their lengths in bytes."""
     manifest_and_index: Sequence[bytes] = ()
     """The manifest without digests, and the index. Only the leaders of machines other than rank 0 get this and
-    ``needed_bytes``."""
-    needed_bytes: int = 0
-    """How many bytes the ranks of the machine write."""
+    ``data_bytes``."""
+    data_bytes: int = 0
+    """How many bytes of data files the ranks of the machine write."""
 
 
 class Preparation:
@@ -388,11 +388,10 @@ class Preparation:
         }
         for leader, *others in (machine.ranks for machine in self._machines.all):
             data_bytes = sum(plans[rank].data_bytes - plans[rank].shared_bytes for rank in (leader, *others))
-            needed_bytes = data_bytes + sum(map(len, self.write.described))
             if leader == self._rank:
-                self.write.needed_bytes = needed_bytes
+                self.write.data_bytes = data_bytes
             else:
-                assigned[leader] = Assigned(assigned[leader].to_check, self.write.described, needed_bytes)
+                assigned[leader] = Assigned(assigned[leader].to_check, self.write.described, data_bytes)
         return None, assigned
 
     def begin(self, assigned: Sequence[Any] | None) -> Space | None:
@@ -405,7 +404,7 @@ class Preparation:
         if not self._machines.leads(self._rank):
             return None
         if own.manifest_and_index:
-            (manifest, index), self.write.needed_bytes = own.manifest_and_index, own.needed_bytes
+            (manifest, index), self.write.data_bytes = own.manifest_and_index, own.data_bytes
             self.write.described = manifest, index
             self._lock = WriteLock(self._store, save_id=self.write.save_id)
         refuse_place(self._store, self.run, latest=self.options.latest)
