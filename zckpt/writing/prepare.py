@@ -163,7 +163,8 @@ class Preparation:
     @without_collector
     def prepare(self) -> Facts:
         """Collects all state that this rank has to write. Returns the values that the ranks have to agree about."""
-        options = self.options = self.options.checked()
+        options, history = self.options.checked(), history_of(self._engine)
+        self.options = options
         adapter = self.adapter = readable(self._engine)
         offloaded = away(self._engine)
         if offloaded is not None:
@@ -185,13 +186,13 @@ class Preparation:
         if options.leave_out and options.client_state is not None:
             kept = kept_client_state(options.client_state, self._changes)
             options = self.options = replace(options, client_state=kept)
-        collected = self._collected = collect(adapter, options, history_of(self._engine).replicas)
+        collected = self._collected = collect(adapter, options, history.replicas)
         first = self._rank == 0
         if first:
             if collected.unsaved:
                 warn(f"the checkpoint does not hold {first_few(collected.unsaved, 5)}")
             self._lock = WriteLock(self._store)
-            self._earlier = earlier_checkpoint(options.reuse, self._engine, self.run)
+            self._earlier = earlier_checkpoint(options.reuse, history.last, self.run)
         differ = adapter.names_differ
         scalars = b"" if differ else digest(msgpack.packb(collected.scalars))
         to_join = b""
@@ -201,7 +202,7 @@ class Preparation:
         return Facts(
             options.common(self.target), scalars, self._client_digest(), linux.boot_id() or platform.node(),
             collected.buffers if first or differ else {}, to_join,
-            history_of(self._engine).run_id, sample,
+            history.run_id, sample,
             [(held.layout, held.values) for held in collected.replicas.values()],
         )  # fmt: skip
 

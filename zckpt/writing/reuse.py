@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from zckpt.engines.history import history_of
 from zckpt.errors import ZckptError, warn
 from zckpt.format.data_file import with_origin
 from zckpt.format.digest import DIGEST_BYTES, ReadFile
@@ -51,16 +50,16 @@ class SameFile:
     """The digests of all blocks of the file, one after the other."""
 
 
-def earlier_checkpoint(reuse: StrPath | None, engine: object, run: Store) -> str:
-    """Returns the path of the checkpoint whose files ``engine`` may share, or an empty text if there is none. For
-    "latest", that is the checkpoint that the engine has written or was restored from last, or else the one that the
-    file ``latest`` of ``run`` names. Raises CheckpointNotFoundError and FormatError (L001) for a path that was
+def earlier_checkpoint(reuse: StrPath | None, last: str | None, run: Store) -> str:
+    """Returns the path of the checkpoint whose files a write may share, or an empty text if there is none. For
+    "latest", that is ``last``, which the engine has written or was restored from last, or else the one that the file
+    ``latest`` of ``run`` names. Raises CheckpointNotFoundError and FormatError (L001) for a path that was
     given."""
     if reuse is None:
         return ""
     if reuse != LATEST:
         return str(find(reuse).location.absolute())
-    for place in (history_of(engine).last, str(run.location)):
+    for place in (last, str(run.location)):
         with suppress(ZckptError):
             if place is not None:
                 return str(find(place).location.absolute())
