@@ -23,6 +23,7 @@ from zckpt.reading.checkpoint import ReadRequest
 from zckpt.state.inventory import BUFFER
 from zckpt.storage.location import Location
 from zckpt.transfer.budget import MIB, Budget
+from zckpt.transfer.tasks import run_tasks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -168,7 +169,7 @@ class Comparison:
             advance(2 * sum(pair_slice.nbytes for pair_slice in batch))
 
         with reported(progress, "compare", total) as advance:
-            self.budget.run([partial(work, batch) for batch in own_batches])
+            run_tasks([partial(work, batch) for batch in own_batches], self.budget.threads)
         return tallies
 
     @staticmethod

@@ -12,6 +12,7 @@ from zckpt.exporting.plan import windows
 from zckpt.storage.buffers import PAGE_BYTES
 from zckpt.transfer.memory import fresh_tensor, host_bytes
 from zckpt.transfer.staging import host_pool
+from zckpt.transfer.tasks import run_tasks
 from zckpt.transfer.torch_dtypes import TORCH_DTYPES
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ def write_files(
                 yield new_file.done
 
         with staging.work():
-            budget.run(tasks())
+            run_tasks(tasks(), budget.threads)
             elements: dict[Extent, torch.Tensor] = {}
             for conversion, made_places in places.items():
                 converted = _convert(conversion, elements, sources, filler)
@@ -156,10 +157,11 @@ def put_whole(writer: Writer, offset: int, tensor: torch.Tensor, budget: Budget,
     """Writes a tensor that is in host memory as a whole to the file, from the byte ``offset`` on. This must be called
     within ``staging.work``."""
     data = host_bytes(tensor.contiguous())
-    budget.run(
+    tasks = (
         partial(_put_bytes, writer, data[start : start + staging.batch_bytes], offset + start, staging)
         for start in range(0, len(data), staging.batch_bytes)
     )
+    run_tasks(tasks, budget.threads)
 
 
 def _put_bytes(writer: Writer, data: Bytes, offset: int, staging: StagingPool) -> None:

@@ -72,6 +72,7 @@ def compute_tables(reader: Reader, places: DigestPlaces, budget: Budget) -> dict
     # Imported late, because zckpt.gc and zckpt.prune read tables only, and need no torch.
     from zckpt.transfer.read import read_op
     from zckpt.transfer.staging import host_pool
+    from zckpt.transfer.tasks import run_tasks
 
     block_bytes, first_blocks = places.block_bytes, places.first_blocks
     tables = {
@@ -109,7 +110,7 @@ def compute_tables(reader: Reader, places: DigestPlaces, budget: Budget) -> dict
                 yield partial(read_op, reader, op, source, staging, budget.direct, visit)
 
     with staging.work():
-        budget.run(reads())
+        run_tasks(reads(), budget.threads)
     return {rank: bytes(table) for rank, table in tables.items()}
 
 

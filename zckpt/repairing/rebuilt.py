@@ -30,6 +30,7 @@ from zckpt.state.inventory import MASTER, PARAM
 from zckpt.state.lineage import Lineage, Use
 from zckpt.storage.buffers import PAGE_BYTES
 from zckpt.transfer.staging import host_pool
+from zckpt.transfer.tasks import run_tasks
 from zckpt.validation.check import ValidationShare, check_checkpoint
 from zckpt.version import __version__
 
@@ -214,7 +215,8 @@ def copy_data(source: Store, target: Store, save: FoundSave, budget: Budget) -> 
             writer.close()
 
     with closing(source.reader()) as reader, staging.work():
-        budget.run([partial(copy, file) for files_of_rank in save.files.values() for file in files_of_rank])
+        tasks = [partial(copy, file) for files_of_rank in save.files.values() for file in files_of_rank]
+        run_tasks(tasks, budget.threads)
     for rank in save.files:
         target.sync_names(names.rank_dir(save.save_id, rank))
 

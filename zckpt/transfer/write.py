@@ -30,6 +30,7 @@ from zckpt.transfer.memory import byte_tensor
 from zckpt.transfer.pipeline import Pipeline
 from zckpt.transfer.read import fill, read_staged
 from zckpt.transfer.snapshot import Snapshot
+from zckpt.transfer.tasks import run_tasks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -148,7 +149,7 @@ def run_writes(
         pipeline = Pipeline(jobs, _take, record_digests, put, _is_straight, staging, snapshot, urgent, is_next=_is_next)
         with staging.work(len(jobs)):
             pipeline.run(budget, snapshot_bytes)
-        budget.run(file.sync for file in files if file is not None)
+        run_tasks((file.sync for file in files if file is not None), budget.threads)
     finally:
         for file in files:
             if file is not None:

@@ -10,6 +10,7 @@ from itertools import islice, repeat
 from typing import TYPE_CHECKING
 
 from zckpt.progress import Progress, reported
+from zckpt.transfer.tasks import run_tasks
 from zckpt.validation.file_checks import DataChecks, check_files
 from zckpt.validation.index_checks import check_index
 from zckpt.validation.report import Finding, failures
@@ -117,7 +118,7 @@ def check_checkpoint(
                     yield from islice(data.reads(headers), k, None, n)
 
         with nullcontext() if data is None else data.staging.work():
-            budget_of_reads.run(tasks())
+            run_tasks(tasks(), budget_of_reads.threads)
         if with_data and sound:
             checkpoint = Checkpoint("", contents, budget)
             checked = [rank for rank, k, _ in units if k == 0]
