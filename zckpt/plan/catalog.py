@@ -388,7 +388,7 @@ def catalog(rank_records: Sequence[RankRecord], save_id: str, metadata: SaveMeta
         writer=metadata.writer,
     )
     if metadata.lineage is not None:
-        lineage = metadata.lineage if metadata.lineage.run_id else replace(metadata.lineage, run_id=run_of(manifest))
+        lineage = metadata.lineage if metadata.lineage.run_id else replace(metadata.lineage, run_id=run_id_of(manifest))
         entry = lineage.tree(tensor_counts(manifest))
         manifest = replace(manifest, state=tree.with_entry(manifest.state, LINEAGE, entry))
     if metadata.machines:
@@ -404,7 +404,7 @@ def tensor_counts(manifest: Manifest) -> dict[str, int]:
     return {part.name: len(part.name_ids) for part in manifest.parts}
 
 
-def run_of(manifest: Manifest) -> str:
+def run_id_of(manifest: Manifest) -> str:
     """Returns the identity of the run of a checkpoint that does not record it."""
     return run_by_tensors(
         (manifest.names[name_id], manifest.shapes[shape_id])
