@@ -323,7 +323,7 @@ class SaveMetadata:
     """The packed root tree, without the lineage."""
     writer: Mapping[str, str]
     lineage: Lineage | None = None
-    """The lineage that is added to the root tree. If its ``run`` is empty, ``run_of`` decides about it."""
+    """The lineage that is added to the root tree. If its ``run_id`` is empty, ``run_id_of`` decides about it."""
     machines: Sequence[Mapping[str, object]] = ()
     """The machines of which each has only the files of its own ranks, for the root tree. Empty if there is one."""
 

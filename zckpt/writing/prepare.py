@@ -240,8 +240,8 @@ class Preparation:
             of_ranks[rank] = ForRank(shares, hosts[of_rank.host])
         return agreed, of_ranks
 
-    def _describe_state(self, run_id: str) -> None:
-        """Packs the root tree on rank 0, and keeps what the manifest has beside the records of the ranks."""
+    def _describe_state(self, run_id: str) -> catalog.SaveMetadata:
+        """Packs the root tree on rank 0, and returns what the manifest has beside the records of the ranks."""
         collected, options, adapter, packed = self._collected, self.options, self.adapter, b""
         aliases = collected.aliases
         if self._rank == 0:
@@ -263,7 +263,7 @@ class Preparation:
             **adapter.description,
         }
         lineage = Lineage(run_id, collected.use)
-        self._metadata = catalog.SaveMetadata(adapter.step, BLOCK_BYTES, aliases, packed, writer, lineage)
+        return catalog.SaveMetadata(adapter.step, BLOCK_BYTES, aliases, packed, writer, lineage)
 
     def _client_digest(self) -> bytes | None:
         options = self.options
@@ -283,7 +283,7 @@ class Preparation:
         agreed, own = Agreed(*agreed_fields), ForRank(*own_fields)
         options, collected, rank = self.options, self._collected, self._rank
         self._run_id = agreed.run_id
-        self._describe_state(agreed.run_id)
+        metadata = self._describe_state(agreed.run_id)
         rank_state = collected.rank_state
         if agreed.client_states_differ and options.each_client_state:  # a rank that has passed none writes an empty one
             rank_state = {**rank_state, names.CLIENT_STATE: dict(options.client_state or {})}
@@ -300,7 +300,7 @@ class Preparation:
         machine = self._machines.of(rank).ranks if self._machines.several else None
         self.write = RankWrite(
             store=self._store, latest_in=self.run if options.latest else None, save_id=save_id, rank=rank,
-            data_files=data_files, metadata=self._metadata, options=options, same=same, machine=machine,
+            data_files=data_files, metadata=metadata, options=options, same=same, machine=machine,
         )  # fmt: skip
         rank_record = catalog.pack(catalog.rank_record(rank, data_files))
         data_bytes = sum(data_file.nbytes for data_file in data_files)
@@ -378,7 +378,7 @@ class Preparation:
                 raise error
             warn(f"{error.message}: the checkpoint has the values of the first of these ranks")
         self._tell_changes(plans)
-        self.write.metadata = replace(self._metadata, machines=self._machines.tree())
+        self.write.metadata = replace(self.write.metadata, machines=self._machines.tree())
         records = catalog.unpack(of_rank.rank_record for of_rank in plans)
         self.write.describe(records)
         checked = self._machines.checked_by(self._hosts)
