@@ -100,10 +100,9 @@ def diff(
     return both.difference(found)
 
 
-_Row = tuple[int, int, float, float]
-_Found = tuple[dict[str, _Row], list[tuple[str, str | None, str | None]], int]
-"""What one process or all of them have found: the row of the Tally of each tensor that differs, by the key of the
-tensor; the fields of each difference in the trees; and the number of bytes that were read."""
+_Found = tuple[dict[str, Tally], list[tuple[str, str | None, str | None]], int]
+"""What one process or all of them have found: the tally of each tensor that differs, by its key; the fields of each
+difference in the trees; and the number of bytes that were read."""
 
 
 class _BothCheckpoints:
@@ -131,8 +130,7 @@ class _BothCheckpoints:
         tallies = comparison.run([pair for pair in self.pairs if pair.is_comparable], progress)
         differences = list(self._state(number, size)) if self._with_state else []
         bytes_read = a.io.bytes_read + b.io.bytes_read - bytes_read_before
-        rows = {key: tally.row for key, tally in tallies.items()}
-        return rows, [astuple(difference) for difference in differences], bytes_read
+        return tallies, [astuple(difference) for difference in differences], bytes_read
 
     def _state(self, number: int, size: int) -> Iterator[StateDifference]:
         a, b = self.checkpoints
@@ -145,20 +143,20 @@ class _BothCheckpoints:
     def difference(self, found: _Found) -> Difference:
         """Returns the result from what all processes have found."""
         a, b = self.checkpoints
-        rows, differences, bytes_read = found
+        tallies, differences, bytes_read = found
         return Difference(
             a.path, b.path,
-            tuple(difference for pair in self.pairs if (difference := self._difference(pair, rows.get(pair.key)))),
+            tuple(difference for pair in self.pairs if (difference := self._difference(pair, tallies.get(pair.key)))),
             tuple(StateDifference(*fields) for fields in differences), tuple(self.only_in_a), tuple(self.only_in_b),
             len(self.pairs), bytes_read,
         )  # fmt: skip
 
-    def _difference(self, pair: Pair, row: _Row | None) -> TensorDifference | None:
+    def _difference(self, pair: Pair, tally: Tally | None) -> TensorDifference | None:
         if not pair.is_comparable:
             return pair.difference
-        if row is None:
+        if tally is None:
             return None
-        changed, nonfinite, max_abs, max_rel = row
+        changed, nonfinite, max_abs, max_rel = tally
         compared = math.prod(pair.a.shape) * len(compared_copies(*self.checkpoints, pair))
         return replace(
             pair.difference, compared=compared, changed=changed, nonfinite=nonfinite, max_abs=max_abs, max_rel=max_rel
@@ -168,12 +166,11 @@ class _BothCheckpoints:
 def _joined(found: Sequence[_Found]) -> _Found:
     """Returns what all processes have found."""
     tallies: dict[str, Tally] = {}
-    for rows, _, _ in found:
-        for key, row in rows.items():
-            tallies.setdefault(key, Tally()).add(row)
+    for of_process, _, _ in found:
+        for key, tally in of_process.items():
+            tallies[key] = tallies.get(key, Tally()).plus(tally)
     differences = [fields for _, of_process, _ in found for fields in of_process]
-    rows = {key: tally.row for key, tally in tallies.items()}
-    return rows, differences, sum(bytes_read for *_, bytes_read in found)
+    return tallies, differences, sum(bytes_read for *_, bytes_read in found)
 
 
 def _selected(a: Checkpoint, b: Checkpoint, keys: Keys) -> tuple[list[str], list[str]]:

@@ -17,7 +17,7 @@ from zckpt.listing.summary import CheckpointSummary, summary
 from zckpt.ranks.collectives import Ranks, check_equal
 from zckpt.reporting.page import find_libraries, render
 from zckpt.reporting.page_data import gather
-from zckpt.reporting.values import TensorStatistics, joined, look
+from zckpt.reporting.values import joined, look
 from zckpt.storage.schemes import open_store
 from zckpt.validation.report import LEVELS, Finding, Level, Report, in_order
 
@@ -113,8 +113,7 @@ def report(
 
     def write() -> None:
         values = statistics and [
-            joined([{key: row and TensorStatistics.of_row(row) for key, row in rows[n].items()} for rows, _ in shares])
-            for n in range(len(checkpoints))
+            joined([values_of_each[n] for values_of_each, _ in shares]) for n in range(len(checkpoints))
         ]
         findings = [[Finding(*fields) for _, errors in shares for fields in errors[n]] for n in range(len(checkpoints))]
         complete_reports = [_with(report, more) for report, more in zip(reports, findings, strict=True)]
@@ -149,14 +148,9 @@ def _open(directory: str, budget: Budget | None) -> Checkpoint:
 
 
 def _look(checkpoints: Sequence[Checkpoint], ranks: Ranks, progress: Progress | None) -> list[Any]:
-    """Returns, for each checkpoint, the rows of the values of the tensors that this rank has looked at, by key, and the
-    fields of each finding about a damaged tensor."""
+    """Returns what ``look`` returns for the share of this rank. The errors are the fields of findings."""
     values_of_each, errors = look(checkpoints, ranks.rank, ranks.size, progress)
-    rows = [
-        {key: None if values is None else values.row for key, values in of_checkpoint.items()}
-        for of_checkpoint in values_of_each
-    ]
-    return [rows, [[astuple(Finding.of(error)) for error in of_checkpoint] for of_checkpoint in errors]]
+    return [values_of_each, [[astuple(Finding.of(error)) for error in of_checkpoint] for of_checkpoint in errors]]
 
 
 def _with(report: Report, more: Sequence[Finding]) -> Report:

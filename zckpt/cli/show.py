@@ -10,7 +10,7 @@ ranks share the work, and rank 0 prints the result.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, astuple
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import zckpt
@@ -60,11 +60,11 @@ def _statistics(path: str, keys: Sequence[str]) -> tuple[list[TensorInfo], list[
     checkpoint = ranks.together(lambda: zckpt.open(path), "open the checkpoint")
     infos = ranks.together(lambda: [checkpoint[key] for key in checkpoint.contents.select(keys)], "find the tensors")
 
-    def share_of_this_rank() -> tuple[str, list[tuple[Any, ...]]]:
+    def share_of_this_rank() -> tuple[str, list[Statistics]]:
         share = list(stretches(checkpoint, infos))[ranks.rank :: ranks.size]
         with reported(output.progress_bar(), "show", sum(stretch.nbytes for stretch in share)) as advance:
             of_tensors = statistics(checkpoint, infos, share, advance)
-        return checkpoint.manifest.save_id, [astuple(of_tensor) for of_tensor in of_tensors]
+        return checkpoint.manifest.save_id, of_tensors
 
     totals = [Statistics() for _ in infos]
 

@@ -165,7 +165,7 @@ class Comparison:
                 tally = compare(values_a, values_b, self.rtol, self.atol)
                 if tally.changed:
                     with lock:
-                        tallies.setdefault(pair_slice.pair.key, Tally()).add(tally.row)
+                        tallies[pair_slice.pair.key] = tallies.get(pair_slice.pair.key, Tally()).plus(tally)
             advance(2 * sum(pair_slice.nbytes for pair_slice in batch))
 
         with reported(progress, "compare", total) as advance:

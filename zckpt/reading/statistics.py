@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -28,8 +27,7 @@ AT_ONCE = 1 << 18
 """The number of elements that are converted at a time. It is so small that they stay in the processor's cache."""
 
 
-@dataclass(frozen=True, slots=True)
-class Statistics:
+class Statistics(NamedTuple):
     """Statistics of the elements of a tensor. The real and the imaginary part of a complex number count as two
     elements."""
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class DigestPlaces:
+class Tables:
     """The places of the digests of a save's files in the digest tables of their ranks."""
 
     files: Mapping[int, Sequence[FoundFile]]
@@ -67,7 +67,7 @@ def fit_tables(
     return best
 
 
-def compute_tables(reader: Reader, places: DigestPlaces, budget: Budget) -> dict[int, bytes]:
+def compute_tables(reader: Reader, places: Tables, budget: Budget) -> dict[int, bytes]:
     """Computes the digest tables of all ranks from all of their data."""
     # Imported late, because zckpt.gc and zckpt.prune read tables only, and need no torch.
     from zckpt.transfer.read import read_op
@@ -114,7 +114,7 @@ def compute_tables(reader: Reader, places: DigestPlaces, budget: Budget) -> dict
     return {rank: bytes(table) for rank, table in tables.items()}
 
 
-def differences(places: DigestPlaces, rank: int, table: bytes, computed: bytes) -> list[str]:
+def differences(places: Tables, rank: int, table: bytes, computed: bytes) -> list[str]:
     """Returns the blocks of a rank's files whose digests differ between two tables, as lines of text."""
     damaged = []
     for file, first in zip(places.files[rank], places.first_blocks[rank], strict=True):

@@ -18,7 +18,7 @@ from zckpt.format.rules import broken
 from zckpt.listing.contents import Contents, read_header
 from zckpt.plan import catalog, rebuild
 from zckpt.repairing.digest_tables import (
-    DigestPlaces,
+    Tables,
     compute_tables,
     differences,
     fit_tables,
@@ -55,7 +55,7 @@ class Rebuilt:
     """The digest tables and the index, by their paths."""
     unverified: tuple[str, ...]
     """Descriptions of the data that could not be compared with a digest, or that differ from it."""
-    places: DigestPlaces
+    places: Tables
     computed: dict[int, bytes]
     """The digest table of each rank, computed from the data as they are now, damaged blocks included."""
 
@@ -74,7 +74,7 @@ def rebuild_from(store: Store, save: FoundSave, old: Manifest | None, budget: Bu
             rank: placed[rank] or rebuild.in_a_row(files_of_rank, block_bytes)
             for rank, files_of_rank in save.files.items()
         }
-        places = DigestPlaces(save.files, block_bytes, first)
+        places = Tables(save.files, block_bytes, first)
         all_computed = compute_tables(reader, places, budget)
     tables = dict(all_computed)
     unverified: list[str] = []

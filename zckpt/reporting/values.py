@@ -8,10 +8,11 @@ one. So no byte is read twice, and the memory in use does not grow with the numb
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import dataclass
+from functools import reduce
 from itertools import groupby, islice
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
@@ -44,13 +45,12 @@ EXPONENT_BIAS = 1024
 values greater than 0."""
 
 
-@dataclass(frozen=True, slots=True)
-class TensorStatistics:
+class TensorStatistics(NamedTuple):
     """The statistics of the values of one tensor in one checkpoint."""
 
-    statistics: Statistics = field(default_factory=Statistics)
+    statistics: Statistics = Statistics()
     """The statistics of all elements."""
-    histogram: Mapping[int, int] = field(default_factory=dict)
+    histogram: Mapping[int, int] = {}
     """The number of finite elements in each bin. Bin ``k`` counts the values from ``2 ** (k - EXPONENT_BIAS)`` up to
     twice as much, and bin ``-k`` counts their negatives. Zeros are in no bin, because ``statistics`` counts them."""
     update: Statistics | None = None
@@ -65,17 +65,11 @@ class TensorStatistics:
             self.update.plus(other.update) if self.update is not None and other.update is not None else None,
         )
 
-    @property
-    def row(self) -> list[Any]:
-        """The fields as plain values, which ranks can send to each other."""
-        update = None if self.update is None else list(astuple(self.update))
-        return [list(astuple(self.statistics)), list(self.histogram.items()), update]
-
     @classmethod
-    def of_row(cls, row: Sequence[Any]) -> TensorStatistics:
-        """Returns the object from its ``row``."""
-        numbers, histogram, update = row
-        return cls(Statistics(*numbers), dict(histogram), None if update is None else Statistics(*update))
+    def of(cls, fields: Sequence[Any]) -> TensorStatistics:
+        """Returns the object from its fields, as another rank has sent them."""
+        statistics, histogram, update = fields
+        return cls(Statistics(*statistics), histogram, None if update is None else Statistics(*update))
 
 
 ValuesByKey = dict[str, TensorStatistics | None]
@@ -154,21 +148,20 @@ def look(
                     for portion, elements_now in read.items()
                 }
                 for portion in in_checkpoint:
-                    known = values_of_each[n][portion.chain.key]
-                    values_of_each[n][portion.chain.key] = (
-                        known.plus(last[portion][1]) if known is not None and portion in last else None
-                    )
+                    _, new = last.get(portion, (None, None))
+                    values_of_each[n][portion.chain.key] = _plus(values_of_each[n][portion.chain.key], new)
     return values_of_each, errors
 
 
-def joined(shares: Sequence[ValuesByKey]) -> ValuesByKey:
-    """Returns the statistics of one checkpoint from the shares of several processes."""
-    total = dict(shares[0])
-    for share in shares[1:]:
-        for key, new in share.items():
-            known = total[key]
-            total[key] = known.plus(new) if known is not None and new is not None else None
-    return total
+def joined(shares: Sequence[Mapping[str, Sequence[Any] | None]]) -> ValuesByKey:
+    """Returns the statistics of one checkpoint. ``shares``: what ``look`` has returned for it in several processes,
+    which may have sent it."""
+    all_values = ({key: None if row is None else TensorStatistics.of(row) for key, row in s.items()} for s in shares)
+    return reduce(lambda one, other: {key: _plus(values, other[key]) for key, values in one.items()}, all_values)
+
+
+def _plus(known: TensorStatistics | None, new: TensorStatistics | None) -> TensorStatistics | None:
+    return known.plus(new) if known is not None and new is not None else None
 
 
 def _each(action: Callable[[list[T]], object], items: list[T], note: Callable[[FormatError], object]) -> list[T]:
@@ -256,7 +249,7 @@ def _read(
 def _unchanged(values: TensorStatistics) -> TensorStatistics:
     """Returns the statistics for a checkpoint in which the elements are the same as in the checkpoint before."""
     numel = values.statistics.numel
-    return replace(values, update=Statistics(numel, zeros=numel, min=0.0, max=0.0))
+    return values._replace(update=Statistics(numel, zeros=numel, min=0.0, max=0.0))
 
 
 def _values(values: torch.Tensor, before: torch.Tensor | None) -> TensorStatistics:
