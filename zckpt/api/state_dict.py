@@ -176,7 +176,7 @@ def _agreed(
 ) -> tuple[FlatState, WriteOptions]:
     """Compares what the ranks have. Returns what this rank writes, and the options with its plain values. Mostly all
     ranks have the same names and values. Only if not, they tell each other what they have."""
-    made: list[tuple[HeldLeaves, list[bytes]]] = []
+    made: list[tuple[HeldLeaves, list[Any]]] = []
 
     def prepare() -> list[Any]:
         patterns = several(per_rank) or ()
@@ -191,8 +191,8 @@ def _agreed(
             for name, value in contents.values.items()
         }
         tensors = [{name: contents.paths[name] for name in contents.tensors}, contents.aliases()]
-        made.append((contents, [msgpack.packb(tensors), msgpack.packb(values)]))
-        return [*map(digest, made[0][1]), sorted(patterns)]
+        made.append((contents, [tensors, values]))
+        return [digest(msgpack.packb(tensors)), digest(msgpack.packb(values)), sorted(patterns)]
 
     def compare(digests: Sequence[Any]) -> list[bool]:
         check_equal([of_rank[2] for of_rank in digests], "per_rank arguments")
@@ -202,18 +202,12 @@ def _agreed(
     differ = ranks.decide(prepare, compare, "prepare the write")
     ((contents, outlines),) = made
 
-    def join(told: Sequence[Sequence[bytes]]) -> _Joined:
-        tensors, values = (
-            [msgpack.unpackb(of_rank[which]) for of_rank in (told if differ[which] else [outlines])]
-            for which in range(2)
-        )
-        return _joined(tensors, values)
+    def join(told: Sequence[Sequence[Any]]) -> _Joined:
+        return _joined(*([of_rank[which] for of_rank in (told if differ[which] else [outlines])] for which in range(2)))
 
-    def differing_outlines() -> list[bytes]:
-        return [outline if differs else b"" for outline, differs in zip(outlines, differ, strict=True)]
-
+    own_outlines = [outline if differs else None for outline, differs in zip(outlines, differ, strict=True)]
     paths, aliases, holders, value_holders, flags = (
-        ranks.decide(differing_outlines, join, "compare the state dicts") if any(differ) else join([])
+        ranks.decide(lambda: own_outlines, join, "compare the state dicts") if any(differ) else join([])
     )
     tensors = contents.tensors
     if differ[0]:  # A set of replicas has only tensors that the same ranks have.

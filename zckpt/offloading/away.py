@@ -50,18 +50,21 @@ def away(engine: object) -> Away | None:
     return getattr(engine, _AWAY, None)
 
 
+def place_of(tensor: torch.Tensor) -> FileRange | None:
+    """Returns the range of the scratch file that has the bytes of a contiguous tensor, or None if they are not in such
+    a file."""
+    # Mostly no storage is on disk. Then the tensors are not looked at.
+    moved = None if not _storages or not_plain(tensor) else moved_from(tensor.untyped_storage())
+    if moved is None:
+        return None
+    return moved.file_range(int(tensor.storage_offset()) * tensor.itemsize, tensor.numel() * tensor.itemsize)
+
+
 def where_it_is(fragment: Fragment) -> Fragment:
     """Returns ``fragment``. If its tensor is on disk, the data of the fragment is the range of the scratch file that
     has the values."""
-    tensor = fragment.data
-    # Mostly no storage is on disk. Then the tensors are not looked at.
-    if not _storages or isinstance(tensor, FileRange | None) or not_plain(tensor):
-        return fragment
-    moved = moved_from(tensor.untyped_storage())
-    if moved is None:
-        return fragment
-    place = moved.file_range(int(tensor.storage_offset()) * tensor.itemsize, tensor.numel() * tensor.itemsize)
-    return replace(fragment, tier=Tier.NVME, data=place)
+    place = None if isinstance(fragment.data, FileRange | None) else place_of(fragment.data)
+    return fragment if place is None else replace(fragment, tier=Tier.NVME, data=place)
 
 
 def moved_from(storage: torch.UntypedStorage) -> Moved | None:
