@@ -104,7 +104,7 @@ COMMIT = [
     box("queue", "LocalWriter, sync", "storage/local_writer.py", """
         One fsync for each file. Then digests.bin and the
         directory are synced."""),
-    box("queue", "Ranks, share", "ranks/collectives.py", """
+    box("queue", "Ranks, decide", "ranks/collectives.py", """
         Rank 0 waits for every rank, and gets the digest of
         the digest table of each rank."""),
     box("digest", "RankWrite, commit, with_digests", "writing/rank_write.py, plan/catalog.py", """

@@ -41,12 +41,12 @@ from zckpt.api.state_dict import write_contents
 from zckpt.converting.dcp_folder import divisions
 from zckpt.converting.restricted_pickle import loads
 from zckpt.engines.pytorch.shards import bounds_of
-from zckpt.engines.state_dict.flat import Contents, HeldTensor, held, values_in_order
+from zckpt.engines.state_dict.flat import HeldLeaves, HeldTensor, held, values_in_order
 from zckpt.errors import CheckpointExistsError, FormatError, MismatchError, StateError, UnsupportedError
 from zckpt.geometry import box_of, span_of
 from zckpt.progress import reported
 from zckpt.reading.checkpoint import ReadRequest
-from zckpt.reading.state_dict import Values, own_rank, paths_of, tensors_by_name
+from zckpt.reading.state_dict import PlainValues, own_rank, paths_of, tensors_by_name
 from zckpt.storage.location import Location
 from zckpt.transfer.memory import check_cast, check_memory
 from zckpt.writing.options import WriteOptions
@@ -193,8 +193,8 @@ class Writer(StorageWriter, AsyncStager):
         options = replace(self._options, background=True, snapshot_bytes=self._snapshot_bytes)
         names: list[str] = []
 
-        def contents(ranks: int) -> Contents:
-            made = Contents.of(state_dict, ranks)
+        def contents(ranks: int) -> HeldLeaves:
+            made = HeldLeaves.of(state_dict, ranks)
             names.extend(made.paths)
             return made
 
@@ -265,7 +265,7 @@ class Reader(StorageReader):
     def read_metadata(self, *args: Any) -> Metadata:
         """Returns the names, shapes and dtypes of all tensors, and the names of the plain values."""
         checkpoint = self._checkpoint
-        entries: dict[str, Any] = {name: BytesStorageMetadata() for name in Values(checkpoint)}
+        entries: dict[str, Any] = {name: BytesStorageMetadata() for name in PlainValues(checkpoint)}
         for name, info in tensors_by_name(checkpoint).items():
             size = torch.Size(info.shape)
             # With one chunk for the whole tensor, DCP plans one read for what a rank holds of it.
@@ -289,7 +289,7 @@ class Reader(StorageReader):
         """Reads what the planner of this rank has asked for."""
         checkpoint, infos = self._checkpoint, tensors_by_name(self._checkpoint)
         _refuse_other_layouts(getattr(planner, "state_dict", {}), infos)
-        values, requests, targets = Values(checkpoint, own_rank(checkpoint)), [], []
+        values, requests, targets = PlainValues(checkpoint, own_rank(checkpoint)), [], []
         for item in self._items:
             name = item.storage_index.fqn
             if item.type is LoadItemType.BYTE_IO:
@@ -329,11 +329,11 @@ class Reader(StorageReader):
         return self._opened
 
 
-def _contents(items: Iterable[WriteItem], planner: SavePlanner, ranks: int) -> Contents:
+def _contents(items: Iterable[WriteItem], planner: SavePlanner, ranks: int) -> HeldLeaves:
     """Returns what this rank has, before DCP leaves out what other ranks have, too."""
     live: Mapping[str, Any] = getattr(planner, "state_dict", {})
     paths: Mapping[str, tuple[Any, ...]] = getattr(planner, "mappings", {})
-    contents = Contents({}, {}, {}, set())
+    contents = HeldLeaves({}, {}, {}, set())
     for item in items:
         name, data = item.index.fqn, planner.resolve_data(item)
         path = paths.get(name, (name,))

@@ -22,7 +22,7 @@ from tests.support.launches import SCRIPTS, launch
 from tests.support.models import Mlp, Odd, make_engine, train
 from tests.support.runs import assert_same, tensors_of
 from zckpt.cli import main
-from zckpt.listing.trainer import Kind, kind_of
+from zckpt.listing.trainer import DirectoryKind, kind_of
 
 if TYPE_CHECKING:
     from tests.support.cluster import Cluster
@@ -206,7 +206,7 @@ def test_a_trainer_with_fsdp_resumes_bit_for_bit(tmp_path: Path) -> None:
     assert launch("trainer.py", resumed, "fsdp", 5, through / "checkpoint-3")
     assert json.loads((resumed / "losses.json").read_text()) == json.loads((through / "losses.json").read_text())
     assert zckpt.diff(through / "checkpoint-5", resumed / "checkpoint-5").equal
-    assert kind_of(str(through / "checkpoint-3")) is Kind.FULL
+    assert kind_of(str(through / "checkpoint-3")) is DirectoryKind.FULL
     assert not [*tmp_path.rglob("*.distcp")]
 
 

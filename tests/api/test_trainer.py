@@ -18,7 +18,7 @@ import zckpt
 from tests.support.launches import launch_module
 from tests.support.trainer import STEPS, assert_losses_equal, attached, folders, killed_at_random, train
 from zckpt.api import frameworks
-from zckpt.listing.trainer import Kind, kind_of, last_checkpoint
+from zckpt.listing.trainer import DirectoryKind, kind_of, last_checkpoint
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -43,8 +43,8 @@ def test_a_limit_of_one_leaves_a_complete_checkpoint_if_the_run_is_killed(cluste
     )
     assert all(outcome.signal for outcome in outcomes)
     assert {step: kind_of(str(directory / f"checkpoint-{step}")) for step in folders(directory)} == {
-        6: Kind.FULL,
-        9: Kind.UNFINISHED,
+        6: DirectoryKind.FULL,
+        9: DirectoryKind.UNFINISHED,
     }
     result = run(cluster, directory, BACKGROUND, options)
     assert (result["last"], result["at the end"]) == ("checkpoint-6", [STEPS])
@@ -88,7 +88,7 @@ def test_the_best_and_the_newest_full_checkpoint_stay(
         result = run(cluster, directory, attach, {"save_total_limit": limit}, stage=stage, best_at=best_at)
         assert result["best"].endswith(f"checkpoint-{best_at}")
         assert result["after training"] == result["at the end"] == left
-        assert kind_of(result["best"]) is (Kind.WEIGHTS if best_at == 6 else Kind.FULL)
+        assert kind_of(result["best"]) is (DirectoryKind.WEIGHTS if best_at == 6 else DirectoryKind.FULL)
         if stage != 3:  # with ZeRO-2, rank 0 has the first half of each group
             whole = torch.cat([tensor.flatten() for tensor in zckpt.open(result["best"]).load("master/*").values()])
             assert torch.isin(result["masters"][0], torch.cat([whole, torch.zeros(1)])).all(), "the best weights"
@@ -104,7 +104,13 @@ def test_a_resumed_run_saves_full_checkpoints_at_the_same_steps(cluster: Cluster
     result = run(cluster, directory, attach, {})
     assert result["last"] in ("checkpoint-3", "checkpoint-12")
     kinds = [kind_of(str(directory / f"checkpoint-{step}")) for step in folders(directory)]
-    assert kinds == [Kind.FULL, Kind.WEIGHTS, Kind.WEIGHTS, Kind.FULL, Kind.FULL]
+    assert kinds == [
+        DirectoryKind.FULL,
+        DirectoryKind.WEIGHTS,
+        DirectoryKind.WEIGHTS,
+        DirectoryKind.FULL,
+        DirectoryKind.FULL,
+    ]
     assert kinds == [kind_of(str(through / f"checkpoint-{step}")) for step in folders(through)]
     assert_losses_equal(directory, through)
 
@@ -113,7 +119,7 @@ def test_the_last_checkpoint_is_full_although_a_save_is_under_way(cluster: Clust
     """The save of step 12 ends, and is counted as a full one, after Trainer has begun that of step 13."""
     run(cluster, tmp_path / "run", {"full_every": 3, "background": True}, {}, write_seconds=0.02)
     kinds = {step: kind_of(str(tmp_path / "run" / f"checkpoint-{step}")) for step in folders(tmp_path / "run")}
-    assert [step for step, kind in kinds.items() if kind is Kind.FULL] == [3, 12, 13]
+    assert [step for step, kind in kinds.items() if kind is DirectoryKind.FULL] == [3, 12, 13]
 
 
 @pytest.mark.matrix
@@ -122,7 +128,7 @@ def test_save_only_model(cluster: Cluster, tmp_path: Path, stage: int) -> None:
     options = {"save_only_model": True, "save_total_limit": 2}
     result = run(cluster, tmp_path / "run", BACKGROUND, options, stage=stage)
     assert result["at the end"] == [12, 13]
-    kind = Kind.FOREIGN if stage == 2 else Kind.FULL  # with ZeRO-3, Trainer has no weights to write
+    kind = DirectoryKind.FOREIGN if stage == 2 else DirectoryKind.FULL  # with ZeRO-3, Trainer has no weights to write
     assert kind_of(str(tmp_path / "run" / "checkpoint-13")) is kind
     outcomes = cluster.outcomes(
         attached, 2, str(tmp_path / "refused"), {}, {"save_only_model": True}, stage=stage, best_at=3, init=False
@@ -138,8 +144,8 @@ def test_a_run_of_deepspeed_is_resumed_with_zckpt(cluster: Cluster, tmp_path: Pa
     outcomes = cluster.outcomes(train, 2, str(directory), {"save_total_limit": 2}, killed_at=8, init=False)
     assert all(outcome.signal for outcome in outcomes)
     assert [kind_of(str(directory / f"checkpoint-{step}")) for step in folders(directory)] == [
-        Kind.FOREIGN,
-        Kind.FOREIGN,
+        DirectoryKind.FOREIGN,
+        DirectoryKind.FOREIGN,
     ]
     result = run(cluster, directory, BACKGROUND, {"save_total_limit": 2})
     assert result["last"] == "checkpoint-6"
@@ -156,7 +162,7 @@ def test_a_signal_to_one_rank_saves_on_all(tmp_path: Path, rank: int, stage: int
     assert launch_module(*command, json.dumps({"stage": stage, "signalled": [rank, 2], "step_seconds": 0.5}))
     (step,) = folders(directory)
     assert 2 <= step < STEPS
-    assert kind_of(str(directory / f"checkpoint-{step}")) is Kind.FULL
+    assert kind_of(str(directory / f"checkpoint-{step}")) is DirectoryKind.FULL
     assert not list(directory.rglob("checkpoint-is-incomplete.txt"))
     assert launch_module(*command, json.dumps({"stage": stage}))
     assert launch_module("tests.support.trainer", through, json.dumps(options), json.dumps({"stage": stage}))

@@ -34,7 +34,7 @@ from zckpt.state.inventory import Inventory
 from zckpt.storage.local_writer import LocalWriter
 from zckpt.system.threads import Worker, stop
 from zckpt.transfer import write as io_write
-from zckpt.transfer.budget import Budget
+from zckpt.transfer.tasks import run_tasks
 from zckpt.writing.options import WriteOptions
 from zckpt.writing.rank_write import RankWrite
 
@@ -186,7 +186,7 @@ def interrupting(put: Callable[..., None], numbers: list[int]) -> Callable[..., 
         number = next(count)
         numbers.append(number)
         if number == 3:
-            interrupt_in(Budget.run, Worker.wait)
+            interrupt_in(run_tasks, Worker.wait)
         if number >= 3:
             wait_until_main_is_in(stop)
         put(*args)

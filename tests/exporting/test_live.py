@@ -21,7 +21,7 @@ from tests.support.memory import peak_growth
 from tests.support.states import write_state
 from zckpt.exporting.engine_source import EngineSource
 from zckpt.exporting.live import write_from_ranks
-from zckpt.exporting.plan import Conversion, OutputTensor, Run, safetensors_file
+from zckpt.exporting.plan import Conversion, Extent, OutputTensor, safetensors_file
 from zckpt.geometry import all_of
 from zckpt.ranks import heartbeat
 from zckpt.ranks.collectives import Ranks
@@ -159,7 +159,7 @@ class FailingProgress:
 def export_with_a_progress_that_fails(directory: Path, call: str) -> str:
     with pytest.raises((ValueError, zckpt.RankError)) as caught:
         zckpt.export(ReferenceEngine(), directory / "out", max_shard_size=8000, progress=FailingProgress(call, 0))
-    Ranks().share(lambda: None, "go on")  # all ranks still take part
+    Ranks().decide(lambda: None, list, "go on")  # all ranks still take part
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
@@ -175,7 +175,7 @@ def export_with_an_argument_of_one_rank(directory: Path, arguments: dict[str, An
     arguments_of_rank = arguments if torch.distributed.get_rank() == 1 else {}
     with pytest.raises((ValueError, zckpt.RankError)) as caught:
         zckpt.export(directory / "ckpt", directory / "out", **arguments_of_rank)
-    Ranks().share(lambda: None, "go on")  # all ranks still take part
+    Ranks().decide(lambda: None, list, "go on")  # all ranks still take part
     return type(caught.value).__name__
 
 
@@ -244,8 +244,8 @@ def convert(directory: Path) -> bool:
         weight, embedding = (flat.view(shape) for flat, shape in zip(elements, shapes.values(), strict=True))
         return {"a": weight.T, "b": embedding.flip(0)}
 
-    conversion = Conversion(tuple(Run(name, tensors[name].all) for name in shapes), convert_both)
-    bias = OutputTensor("bias", "BF16", (65,), (Run("bias", all_of((65,))),))
+    conversion = Conversion(tuple(Extent(name, tensors[name].all) for name in shapes), convert_both)
+    bias = OutputTensor("bias", "BF16", (65,), (Extent("bias", all_of((65,))),))
     files = [
         safetensors_file("0.safetensors", [OutputTensor("a", "BF16", (65, 63), None, conversion), bias]),
         safetensors_file("1.safetensors", [OutputTensor("b", "BF16", shapes["embedding"], None, conversion)]),

@@ -27,7 +27,7 @@ from tests.support.live_export import train
 from tests.support.memory import peak_growth
 from zckpt.exporting.checkpoint_source import CheckpointSource
 from zckpt.exporting.merge import ELEMENTS_MAX, Merge, with_merges
-from zckpt.exporting.plan import ExportPlan, OutputTensor, Run, safetensors_file
+from zckpt.exporting.plan import ExportPlan, Extent, OutputTensor, safetensors_file
 from zckpt.exporting.write import write_files
 from zckpt.geometry import Grid, Span
 from zckpt.storage.schemes import open_store
@@ -201,7 +201,7 @@ def test_large_weights_are_merged_some_rows_at_a_time(tmp_path: Path, budget: zc
         torch.testing.assert_close(tensor, expected[name], rtol=1e-6, atol=1e-6)
 
 
-def test_runs_of_a_merged_weight_are_merged(tmp_path: Path) -> None:
+def test_extents_of_a_merged_weight_are_merged(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = make(torch.nn.Sequential(torch.nn.Linear(5, 6)), default={"target_modules": ["0"]})
     lora.write_model(tmp_path / "ckpt", model)
@@ -210,7 +210,7 @@ def test_runs_of_a_merged_weight_are_merged(tmp_path: Path) -> None:
     base = f"{layer}.base_layer.weight"
     merge = Merge(f"{layer}.lora_B.default.weight", f"{layer}.lora_A.default.weight", None, 1.0, False)
     box = Grid((6, 5))
-    tensor = OutputTensor("rows", "F32", (3, 5), (Run(base, Span(box, 22, 30)), Run(base, Span(box, 3, 10))))
+    tensor = OutputTensor("rows", "F32", (3, 5), (Extent(base, Span(box, 22, 30)), Extent(base, Span(box, 3, 10))))
     plan = ExportPlan((safetensors_file("x", [tensor]),))
     plan = with_merges(plan, {base: merge}, source.sources)
     write_files(open_store(tmp_path), plan.files, plan.sources, source, source.budget)

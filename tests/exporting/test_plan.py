@@ -12,9 +12,9 @@ import safetensors.torch
 import torch
 
 from zckpt.exporting.plan import (
+    Extent,
     OutputFile,
     OutputTensor,
-    Run,
     safetensors_file,
     safetensors_files,
     size_in_bytes,
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def output(name: str, dtype: str, shape: tuple[int, ...]) -> OutputTensor:
-    return OutputTensor(name, dtype, shape, (Run(name, all_of(shape)),))
+    return OutputTensor(name, dtype, shape, (Extent(name, all_of(shape)),))
 
 
 def test_a_file_of_all_dtypes_has_the_bytes_that_the_library_writes(tmp_path: Path) -> None:
@@ -85,23 +85,28 @@ def test_the_runs_of_a_view_have_its_elements() -> None:
 @pytest.mark.parametrize("bytes_max", [8, 64, 100, 1 << 20])
 def test_windows_cover_each_byte_of_a_file_once_and_in_order(bytes_max: int) -> None:
     box = Grid((100,))
-    halves = Run("w", Span(box, 0, 20)), Run("w", Span(box, 40, 60))
-    views = {"half": halves, "whole": (Run("v", Span(box, 0, 77)),), "empty": ()}
+    halves = Extent("w", Span(box, 0, 20)), Extent("w", Span(box, 40, 60))
+    views = {"half": halves, "whole": (Extent("v", Span(box, 0, 77)),), "empty": ()}
     file = safetensors_file(
         "x",
-        [OutputTensor(name, "F16", (sum(run.span.numel for run in runs),), runs) for name, runs in views.items()],
+        [
+            OutputTensor(name, "F16", (sum(extent.span.numel for extent in extents),), extents)
+            for name, extents in views.items()
+        ],
     )
     header = file.known[0]
     file = OutputFile("x", file.nbytes, {0: header[:5], 5: header[5:]}, file.tensors)
     content = {source: torch.arange(100, dtype=torch.float16) + number for number, source in enumerate("wv")}
     expected = header + b"".join(
-        run.of(content[run.source]).numpy().tobytes() for tensor in file.tensors.values() for run in tensor.runs or ()
+        extent.of(content[extent.source]).numpy().tobytes()
+        for tensor in file.tensors.values()
+        for extent in tensor.extents or ()
     )
     joined, cuts = b"", []
 
-    def cut(run: Run) -> int:
-        cuts.append(run)
-        return max(run.span.start + 1, run.span.stop - run.span.stop % 3)
+    def cut(extent: Extent) -> int:
+        cuts.append(extent)
+        return max(extent.span.start + 1, extent.span.stop - extent.span.stop % 3)
 
     for window in windows(file, bytes_max, cut):
         assert window.start == len(joined)

@@ -18,7 +18,7 @@ from tests.support.apart import edit_field
 from tests.support.states import is_tensor_name
 from zckpt.errors import FormatError, SizeError
 from zckpt.format import data_file as data_file_format
-from zckpt.format.data_file import DataFileId, Entry, decode_header, encode_header, regions
+from zckpt.format.data_file import DataFileId, HeaderEntry, decode_header, encode_header, regions
 from zckpt.format.dtypes import ITEM_BYTES
 from zckpt.format.names import Tier, piece_name, split_piece_name
 from zckpt.geometry import Grid, Span, all_of
@@ -31,7 +31,7 @@ shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 
 
 @st.composite
-def headers(draw: st.DrawFn) -> tuple[list[Entry], dict[str, tuple[int, ...]]]:
+def headers(draw: st.DrawFn) -> tuple[list[HeaderEntry], dict[str, tuple[int, ...]]]:
     """Draws entries as a writer makes them, with the largest elements first, and the whole shapes of tensors that have
     only a partial piece."""
     tensors = draw(st.dictionaries(names, st.tuples(shapes, st.sampled_from(sorted(ITEM_BYTES))), max_size=6))
@@ -45,13 +45,13 @@ def headers(draw: st.DrawFn) -> tuple[list[Entry], dict[str, tuple[int, ...]]]:
             whole_shapes[name] = shape
             shape = (stop - start,)
         nbytes = math.prod(shape) * ITEM_BYTES[dtype]
-        entries.append(Entry(entry, dtype, shape, offset, nbytes))
+        entries.append(HeaderEntry(entry, dtype, shape, offset, nbytes))
         offset += nbytes
     return entries, whole_shapes
 
 
 @given(headers())
-def test_a_header_comes_back_unchanged(header: tuple[list[Entry], dict[str, tuple[int, ...]]]) -> None:
+def test_a_header_comes_back_unchanged(header: tuple[list[HeaderEntry], dict[str, tuple[int, ...]]]) -> None:
     entries, whole_shapes = header
     raw = encode_header(FILE_ID, entries, whole_shapes)
     assert len(raw) % 4096 == 0
@@ -67,7 +67,7 @@ def test_a_header_comes_back_unchanged(header: tuple[list[Entry], dict[str, tupl
 
 @given(st.data(), headers())
 def test_safetensors_reads_what_we_write(
-    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, header: tuple[list[Entry], dict[str, Any]]
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, header: tuple[list[HeaderEntry], dict[str, Any]]
 ) -> None:
     entries, whole_shapes = header
     content = data.draw(st.binary(min_size=1, max_size=64))
@@ -328,7 +328,7 @@ def test_fillers_are_short_and_pieces_aligned() -> None:
 
 def test_more_entries_than_a_header_can_list_are_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data_file_format, "HEADER_BYTES_MAX", 4096)
-    entries = [Entry(f"layer.{i}", "F32", (1,), 4 * i, 4) for i in range(100)]
+    entries = [HeaderEntry(f"layer.{i}", "F32", (1,), 4 * i, 4) for i in range(100)]
     with pytest.raises(SizeError) as caught:
         encode_header(FILE_ID, entries, {})
     assert caught.value.rule == "S001"

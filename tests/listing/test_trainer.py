@@ -16,7 +16,7 @@ from tests.support.states import write_state
 from zckpt.api import frameworks
 from zckpt.listing.find import find
 from zckpt.listing.runs import is_begun
-from zckpt.listing.trainer import Kind, kind_of, kind_of_models, last_checkpoint, rng_file, superseded
+from zckpt.listing.trainer import DirectoryKind, kind_of, kind_of_models, last_checkpoint, rng_file, superseded
 from zckpt.storage.lock import WriteLock
 from zckpt.storage.schemes import open_store
 from zckpt.testing import ReferenceEngine
@@ -84,10 +84,10 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_what_is_not_whole_is_not_resumed_from(tmp_path: Path, damage: str) -> None:
     older, newer = save(tmp_path, 3), save(tmp_path, 12)
-    assert [kind_of(str(folder)) for folder in (older, newer)] == [Kind.FULL, Kind.FULL]
+    assert [kind_of(str(folder)) for folder in (older, newer)] == [DirectoryKind.FULL, DirectoryKind.FULL]
     assert last_checkpoint(str(tmp_path)) == str(newer)
     DAMAGE[damage](newer)
-    assert kind_of(str(newer)) is Kind.UNFINISHED
+    assert kind_of(str(newer)) is DirectoryKind.UNFINISHED
     assert last_checkpoint(str(tmp_path)) == str(older)
     assert superseded([str(older), str(newer)], 1, None) == [str(newer)]
     DAMAGE[damage](older)
@@ -97,21 +97,23 @@ def test_what_is_not_whole_is_not_resumed_from(tmp_path: Path, damage: str) -> N
 
 def test_other_ways_to_be_whole(tmp_path: Path) -> None:
     folder = save(tmp_path, 1, ranks=1)
-    assert kind_of(str(folder)) is Kind.FULL
+    assert kind_of(str(folder)) is DirectoryKind.FULL
     (folder / "rng_state.pth").unlink()
-    assert kind_of(str(folder)) is Kind.UNFINISHED
+    assert kind_of(str(folder)) is DirectoryKind.UNFINISHED
     (folder / "scheduler.pt").unlink()
-    assert kind_of(str(folder)) is Kind.FULL, "with save_only_model, Trainer writes neither"
-    assert kind_of(str(save(tmp_path, 2, scheduler={"class": "WarmupLR"}))) is Kind.FULL, "the engine has its scheduler"
-    assert kind_of(str(save(tmp_path, 3, full=False))) is Kind.WEIGHTS
-    assert kind_of(str(save(tmp_path, 4, foreign="global_step4/mp_rank_00_model_states.pt"))) is Kind.FOREIGN
+    assert kind_of(str(folder)) is DirectoryKind.FULL, "with save_only_model, Trainer writes neither"
+    assert kind_of(str(save(tmp_path, 2, scheduler={"class": "WarmupLR"}))) is DirectoryKind.FULL, (
+        "the engine has its scheduler"
+    )
+    assert kind_of(str(save(tmp_path, 3, full=False))) is DirectoryKind.WEIGHTS
+    assert kind_of(str(save(tmp_path, 4, foreign="global_step4/mp_rank_00_model_states.pt"))) is DirectoryKind.FOREIGN
     foreign_folder = save(tmp_path, 5, foreign="optimizer.pt")
-    assert kind_of(str(foreign_folder)) is Kind.FOREIGN
+    assert kind_of(str(foreign_folder)) is DirectoryKind.FOREIGN
     for name in ("optimizer.pt", "rng_state_0.pth", "rng_state_1.pth", "scheduler.pt"):
         (foreign_folder / name).unlink()
-    assert kind_of(str(foreign_folder)) is Kind.FOREIGN, "with save_only_model"
+    assert kind_of(str(foreign_folder)) is DirectoryKind.FOREIGN, "with save_only_model"
     (tmp_path / "checkpoint-6").mkdir()
-    assert kind_of(str(tmp_path / "checkpoint-6")) is Kind.UNFINISHED, "killed before anything was written"
+    assert kind_of(str(tmp_path / "checkpoint-6")) is DirectoryKind.UNFINISHED, "killed before anything was written"
 
 
 def test_weights_alone_are_passed_over_but_never_in_silence(tmp_path: Path) -> None:
@@ -169,13 +171,13 @@ def test_what_save_model_leaves_takes_the_place_of_no_checkpoint(tmp_path: Path)
 def test_a_folder_of_accelerate_without_all_of_its_files_is_not_whole(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint_1"
     zckpt.write(ReferenceEngine(), folder / "pytorch_model")
-    assert kind_of_models(str(folder)) is Kind.UNFINISHED, "perhaps another model would have followed"
+    assert kind_of_models(str(folder)) is DirectoryKind.UNFINISHED, "perhaps another model would have followed"
     (folder / "random_states_0.pkl").touch()
-    assert kind_of_models(str(folder)) is Kind.FULL
+    assert kind_of_models(str(folder)) is DirectoryKind.FULL
     shutil.rmtree(folder / "pytorch_model")
-    assert kind_of_models(str(folder)) is Kind.UNFINISHED, "the write has failed"
+    assert kind_of_models(str(folder)) is DirectoryKind.UNFINISHED, "the write has failed"
     (folder / "optimizer.bin").touch()
-    assert kind_of_models(str(folder)) is Kind.FOREIGN
+    assert kind_of_models(str(folder)) is DirectoryKind.FOREIGN
 
 
 def test_a_checkpoint_that_takes_the_place_of_one_to_be_removed_stays(tmp_path: Path) -> None:

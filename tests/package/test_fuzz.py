@@ -37,7 +37,7 @@ def test_the_targets_find_defects() -> None:
     """The defects are a header that is read wrongly, a tree that only one reader accepts, and a rule that validation
     does not check.
     """
-    wrong = data_file.Entry("v", "F32", (2,), 0, 8)
+    wrong = data_file.HeaderEntry("v", "F32", (2,), 0, 8)
     with mock.patch.object(data_file, "_entry", return_value=wrong), pytest.raises(AssertionError):
         targets.header((FUZZ / "corpus" / "header" / "master").read_bytes())
     with mock.patch.object(tree, "TREE_DEPTH_MAX", 99), pytest.raises(ValueError, match="T002"):

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zckpt.plan.share import shared_out
+from zckpt.plan.share import batches, shared_out
 
 
 @pytest.mark.parametrize(
@@ -34,3 +34,19 @@ def test_no_share_exceeds_an_equal_share_by_more_than_one_item(nbytes: list[int]
     for process in range(processes):
         share = [item_bytes for item_bytes, owner in zip(nbytes, owners, strict=True) if owner == process]
         assert sum(share) <= sum(nbytes) / processes + max(nbytes)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "expected"),
+    [
+        ([], []),
+        ([4, 4, 4], [[4, 4], [4]]),
+        ([4, 9, 4], [[4], [9], [4]]),
+        ([0, 0, 0, 0], [[0, 0, 0], [0]]),
+        ([1, 7, 1], [[1, 7], [1]]),
+    ],
+)
+def test_a_batch_has_at_most_three_items_and_eight_bytes_or_one_larger_item(
+    nbytes: list[int], expected: list[list[int]]
+) -> None:
+    assert list(batches(nbytes, int, 8, 3)) == expected

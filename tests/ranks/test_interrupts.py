@@ -21,7 +21,7 @@ from tests.support.plain_engine import Engine, engines_are_adapters
 from zckpt.ranks.collectives import Ranks
 from zckpt.ranks.interrupts import Interrupts
 from zckpt.system.threads import Worker, beside, stop
-from zckpt.transfer.budget import Budget
+from zckpt.transfer.tasks import run_tasks
 from zckpt.writing.rank_write import RankWrite
 
 if TYPE_CHECKING:
@@ -41,13 +41,13 @@ def test_no_worker_runs_on_after_interrupts() -> None:
 
     def task() -> None:
         if tasks.wait(60) == 0:
-            interrupt_in(Budget.run, Worker.wait)
+            interrupt_in(run_tasks, Worker.wait)
             interrupt_in(stop, Worker.wait)  # where the first interrupt waits for the end of the tasks
         tasks.wait(60)
         ends.append(1)
 
     with pytest.raises(KeyboardInterrupt):
-        Budget(threads=2).run([task, task])
+        run_tasks([task, task], 2)
     assert ends == [1, 1]
 
 

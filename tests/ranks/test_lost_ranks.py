@@ -165,12 +165,12 @@ def share_values() -> list[Any]:
     """
     ranks, path = Ranks(), os.fsdecode(b"/scratch/caf\xe9")
     value = {"rank": ranks.rank, 7: (path, b"\xff", None, 0.5, [True, ()])}
-    results: list[Any] = [ranks.share(lambda: value, "share"), ranks.first(lambda: (ranks.rank, path), "look")]
+    results: list[Any] = [ranks.decide(lambda: value, list, "share"), ranks.first(lambda: (ranks.rank, path), "look")]
     assert ranks.agree((1, path), "numbers") == (1, path)
     assert ranks.together(lambda: {path}, "make a set") == {path}
     for action in (lambda: {ranks.rank} if ranks.rank else 0, lambda: ranks.agree(ranks.rank, "numbers")):
         with pytest.raises((TypeError, zckpt.RankError)) as caught:
-            ranks.share(action, "share")
+            ranks.decide(action, list, "share")
         results.append(f"{type(caught.value).__name__}: {caught.value}")
     return results
 
@@ -184,10 +184,10 @@ def test_each_rank_gets_the_values_of_all_ranks(cluster: Cluster) -> None:
     assert second[2].startswith("TypeError: can not serialize 'set' object")
     for results in (first, second):
         assert results[3].startswith("RankError: the ranks have different numbers: 0 on rank 0, 1 on rank 1")
-    shared: Any = Ranks().share(lambda: (1, {2: ()}), "share")
+    shared: Any = Ranks().decide(lambda: (1, {2: ()}), list, "share")
     assert shared == [[1, {2: []}]]
     with pytest.raises(TypeError, match="can not serialize"):
-        Ranks().share(set, "share")
+        Ranks().decide(set, list, "share")
 
 
 def exchange_tensors(dies: int | None) -> list[list[int]] | int | None:
@@ -296,7 +296,7 @@ def share_in_a_tree(fan_out: int) -> list[Any]:
         ranks = Ranks()
         for nbytes in (1, 900, 5000):
             own = bytes([ranks.rank]) * nbytes * (ranks.rank % 3)
-            values = ranks.share(partial(bytes, own), "share")
+            values = ranks.decide(partial(bytes, own), list, "share")
             results.append([len(value) for value in values])
             assert all({*value} <= {rank} for rank, value in enumerate(values))
             results.append(ranks.decide(partial(int, ranks.rank), total, "add"))

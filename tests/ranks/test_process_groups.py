@@ -59,7 +59,7 @@ def talk_in_groups(directory: str) -> list[Any]:
         while ranks.rank == 1 and not given_up.exists():
             time.sleep(0.01)
 
-    results: list[Any] = [ranks.rank, ranks.size, ranks.share(dist.get_rank, "share")]
+    results: list[Any] = [ranks.rank, ranks.size, ranks.decide(dist.get_rank, list, "share")]
     if is_in_first:
         assert Ranks(group, channel=BACKGROUND).agree("the same", "words") == "the same"
         with pytest.raises(zckpt.RankError) as caught:
@@ -76,8 +76,8 @@ def talk_in_groups(directory: str) -> list[Any]:
         results.append(getattr(failed.value, "rank", None))
         results.append(str(failed.value))
     dist.barrier()
-    results.append(Ranks(group).share(lambda: "again", "share"))
-    results.append(Ranks().share(lambda: "all", "share"))
+    results.append(Ranks(group).decide(lambda: "again", list, "share"))
+    results.append(Ranks().decide(lambda: "all", list, "share"))
     return results
 
 

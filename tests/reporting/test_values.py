@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ import torch
 import zckpt
 from tests.support.states import Written, write_state
 from zckpt.reporting import values as module
-from zckpt.reporting.values import EXPONENT_BIAS, Values, joined, look
+from zckpt.reporting.values import EXPONENT_BIAS, TensorStatistics, joined, look
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -53,7 +53,7 @@ def expected_histogram(tensor: torch.Tensor) -> dict[int, int]:
     return dict(counts)
 
 
-def assert_is(values: Values | None, tensor: torch.Tensor, before: torch.Tensor | None) -> None:
+def assert_is(values: TensorStatistics | None, tensor: torch.Tensor, before: torch.Tensor | None) -> None:
     assert values is not None
     assert_are(values.statistics, plain(tensor))
     assert dict(values.histogram) == expected_histogram(tensor)
@@ -103,10 +103,7 @@ def test_statistics_of_tensors_and_updates_do_not_depend_on_the_layout_or_the_nu
     shares = [look(opened(tmp_path, 3), number, size) for number in range(size)]
     assert all(errors == [[], [], []] for _, errors in shares)
     for n, state in enumerate(full):
-        rows: list[dict[str, Any]] = [
-            {key: value and value.row for key, value in values[n].items()} for values, _ in shares
-        ]
-        values_by_key = joined([{key: row and Values.of_row(row) for key, row in share.items()} for share in rows])
+        values_by_key = joined([values[n] for values, _ in shares])
         assert values_by_key.keys() == {f"master/{name}" for name in state}
         for name, tensor in state.items():
             assert_is(values_by_key[f"master/{name}"], tensor, full[n - 1][name] if n else None)

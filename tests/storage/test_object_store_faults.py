@@ -509,7 +509,7 @@ def ask_a_server_that_is_down() -> str:
 
     retries = mock.patch.object(object_client, "RETRY_SECONDS", 3)
     with mock.patch.dict(os.environ, nowhere), retries, pytest.raises(ZckptError) as caught:
-        ranks.share(ask, "read")
+        ranks.decide(ask, list, "read")
     return str(caught.value)
 
 

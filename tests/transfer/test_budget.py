@@ -16,6 +16,7 @@ from zckpt.storage.buffers import PAGE_BYTES
 from zckpt.system.threads import Worker
 from zckpt.transfer.budget import Budget
 from zckpt.transfer.staging import Arena
+from zckpt.transfer.tasks import run_tasks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -110,4 +111,4 @@ def test_an_interrupt_is_raised_even_if_the_first_task_cannot_be_made() -> None:
         raise OSError("no task")
 
     with mock.patch.object(Worker, "wait", interrupted_once), pytest.raises(KeyboardInterrupt):
-        Budget().run((no_task() for _ in range(1)), interrupted.set)
+        run_tasks((no_task() for _ in range(1)), 4, interrupted.set)

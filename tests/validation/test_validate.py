@@ -16,9 +16,9 @@ import zckpt
 from tests.support.memory import peak_growth
 from tests.support.states import write_state
 from zckpt.cli import main
-from zckpt.validation.check import Share
+from zckpt.validation.check import ValidationShare
 from zckpt.validation.report import LEVELS, Observation
-from zckpt.validation.values import Values
+from zckpt.validation.values import ValueChecks
 
 if TYPE_CHECKING:
     from tests.support.cluster import Cluster
@@ -83,7 +83,9 @@ def test_weights_are_compared_with_their_masters(tmp_path: Path, dtype: torch.dt
     master = {name: torch.randn(300_000) for name in ("same", "other")} | {"alone": torch.randn(3)}
     weights = {name: master[name].to(dtype) for name in ("same", "other")} | {"frozen": torch.randn(3).to(dtype)}
     weights["other"][123_456] += 1
-    values = Values({"same": "BF16", "other": "BF16"} if dtype is torch.bfloat16 else {"same": "F16", "other": "F16"})
+    values = ValueChecks(
+        {"same": "BF16", "other": "BF16"} if dtype is torch.bfloat16 else {"same": "F16", "other": "F16"}
+    )
     for part, tensors, step in (("master", master, 77_777), ("param", weights, 100_001)):
         for name, tensor in tensors.items():
             for start in reversed(range(0, tensor.numel(), step)):
@@ -166,7 +168,7 @@ def test_the_json_is_stable(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 @pytest.mark.parametrize(("world_size", "size"), [(1, 1), (1, 3), (3, 2), (5, 8), (8, 8), (9, 4)])
 def test_every_read_is_done_by_one_process(world_size: int, size: int) -> None:
-    shares = [Share(number, size) for number in range(size)]
+    shares = [ValidationShare(number, size) for number in range(size)]
     assert_every_read_is_done_once(shares, world_size)
     assert max(len(share.units(world_size)) for share in shares) <= -(-2 * world_size // size) + 1
 
@@ -174,13 +176,13 @@ def test_every_read_is_done_by_one_process(world_size: int, size: int) -> None:
 def test_every_read_is_done_by_a_process_that_sees_the_file() -> None:
     """Processes 1 and 3 see the files of ranks 0, 2 and 4, process 0 those of ranks 1 and 3, and process 2 none."""
     seers = [(1, 3), (0,), (1, 3), (0,), (1, 3)]
-    shares = [Share(number, 4, seers) for number in range(4)]
+    shares = [ValidationShare(number, 4, seers) for number in range(4)]
     assert_every_read_is_done_once(shares, 5)
     assert all(share.number in seers[rank] for share in shares for rank, _, _ in share.units(5))
     assert [len(share.units(5)) for share in shares] == [2, 2, 0, 1]
 
 
-def assert_every_read_is_done_once(shares: list[Share], world_size: int) -> None:
+def assert_every_read_is_done_once(shares: list[ValidationShare], world_size: int) -> None:
     reads = range(13)
     done = [(rank, read) for share in shares for rank, k, n in share.units(world_size) for read in reads[k::n]]
     assert sorted(done) == [(rank, read) for rank in range(world_size) for read in reads]

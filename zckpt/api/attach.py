@@ -30,7 +30,8 @@ from zckpt.format.limits import LATEST_BYTES_MAX
 from zckpt.listing.other_formats import deepspeed_files
 from zckpt.listing.runs import latest_name, names_in
 from zckpt.ranks.collectives import Ranks
-from zckpt.restoring.plan import Caller, Request, check_settings, engine_state
+from zckpt.restoring.mismatch import Caller
+from zckpt.restoring.plan import Request, check_settings, engine_state
 from zckpt.state.inventory import WEIGHT_PARTS
 from zckpt.storage.location import Location
 from zckpt.storage.schemes import open_store

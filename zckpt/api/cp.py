@@ -8,7 +8,7 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from zckpt.copying.copy import Copy
-from zckpt.copying.files import Selection
+from zckpt.copying.files import SelectedTensors
 from zckpt.errors import KeyNotFoundError
 from zckpt.format.digest import digest
 from zckpt.listing.contents import Contents
@@ -111,7 +111,7 @@ def cp(
             raise KeyNotFoundError("no key is given, so the copy would have no tensor", hint="keys=None copies all")
         copy = Copy(
             contents=contents, manifest=raw, save_id=contents.manifest.save_id, target=target,
-            selection=None if selected_keys is None else Selection.of(contents, selected_keys),
+            selection=None if selected_keys is None else SelectedTensors.of(contents, selected_keys),
             number=ranks.rank, size=ranks.size, verify=verify, options=options,
             shared_with=origin.location if share and spread is None else None,
         )  # fmt: skip

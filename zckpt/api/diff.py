@@ -96,13 +96,13 @@ def diff(
         paths = ranks.first(lambda: [str(find(path).location) for path in (a, b)], "find the checkpoints")
         ranks.decide(lambda: prepare(paths), partial(check_equal, what="checkpoints, or keys"), "open the checkpoints")
         (both,) = opened
-        shares = ranks.share(lambda: both.compare(ranks.rank, ranks.size, rtol, atol, progress), "compare")
-    return both.joined(shares)
+        found = ranks.decide(lambda: both.compare(ranks.rank, ranks.size, rtol, atol, progress), _joined, "compare")
+    return both.difference(found)
 
 
-_Share = tuple[dict[str, tuple[int, int, float, float]], list[tuple[str, str | None, str | None]], int]
-"""The result of one process: the row of the Tally of each tensor that differs, by the key of the tensor; the fields of
-each difference in the trees; and the number of bytes that the process has read."""
+_Found = tuple[dict[str, Tally], list[tuple[str, str | None, str | None]], int]
+"""What one process or all of them have found: the tally of each tensor that differs, by its key; the fields of each
+difference in the trees; and the number of bytes that were read."""
 
 
 class _BothCheckpoints:
@@ -123,15 +123,14 @@ class _BothCheckpoints:
         with advised(store):
             return open_checkpoint(store, budget_of_a_read(self._budget), partial(advised, store))
 
-    def compare(self, number: int, size: int, rtol: float, atol: float, progress: Progress | None) -> _Share:
+    def compare(self, number: int, size: int, rtol: float, atol: float, progress: Progress | None) -> _Found:
         a, b = self.checkpoints
         bytes_read_before = a.io.bytes_read + b.io.bytes_read
         comparison = Comparison(a, b, self._budget, rtol, atol, number, size)
         tallies = comparison.run([pair for pair in self.pairs if pair.is_comparable], progress)
         differences = list(self._state(number, size)) if self._with_state else []
         bytes_read = a.io.bytes_read + b.io.bytes_read - bytes_read_before
-        rows = {key: tally.row for key, tally in tallies.items()}
-        return rows, [astuple(difference) for difference in differences], bytes_read
+        return tallies, [astuple(difference) for difference in differences], bytes_read
 
     def _state(self, number: int, size: int) -> Iterator[StateDifference]:
         a, b = self.checkpoints
@@ -141,18 +140,15 @@ class _BothCheckpoints:
             for rank in range(number, a.world_size, size):
                 yield from tree_differences(a.rank_state(rank) or {}, b.rank_state(rank) or {}, f"rank {rank}")
 
-    def joined(self, shares: list[_Share]) -> Difference:
-        tallies: dict[str, Tally] = {}
-        for rows, _, _ in shares:
-            for key, row in rows.items():
-                tallies.setdefault(key, Tally()).add(row)
+    def difference(self, found: _Found) -> Difference:
+        """Returns the result from what all processes have found."""
         a, b = self.checkpoints
-        state = [StateDifference(*fields) for _, differences, _ in shares for fields in differences]
+        tallies, differences, bytes_read = found
         return Difference(
             a.path, b.path,
             tuple(difference for pair in self.pairs if (difference := self._difference(pair, tallies.get(pair.key)))),
-            tuple(state), tuple(self.only_in_a), tuple(self.only_in_b),
-            len(self.pairs), sum(bytes_read for *_, bytes_read in shares),
+            tuple(StateDifference(*fields) for fields in differences), tuple(self.only_in_a), tuple(self.only_in_b),
+            len(self.pairs), bytes_read,
         )  # fmt: skip
 
     def _difference(self, pair: Pair, tally: Tally | None) -> TensorDifference | None:
@@ -160,11 +156,21 @@ class _BothCheckpoints:
             return pair.difference
         if tally is None:
             return None
+        changed, nonfinite, max_abs, max_rel = tally
         compared = math.prod(pair.a.shape) * len(compared_copies(*self.checkpoints, pair))
         return replace(
-            pair.difference, compared=compared, changed=tally.changed, nonfinite=tally.nonfinite,
-            max_abs=tally.max_abs, max_rel=tally.max_rel,
-        )  # fmt: skip
+            pair.difference, compared=compared, changed=changed, nonfinite=nonfinite, max_abs=max_abs, max_rel=max_rel
+        )
+
+
+def _joined(found: Sequence[_Found]) -> _Found:
+    """Returns what all processes have found."""
+    tallies: dict[str, Tally] = {}
+    for of_process, _, _ in found:
+        for key, tally in of_process.items():
+            tallies[key] = tallies.get(key, Tally()).plus(tally)
+    differences = [fields for _, of_process, _ in found for fields in of_process]
+    return tallies, differences, sum(bytes_read for *_, bytes_read in found)
 
 
 def _selected(a: Checkpoint, b: Checkpoint, keys: Keys) -> tuple[list[str], list[str]]:

@@ -17,7 +17,7 @@ from zckpt.exporting.live import write_from_ranks
 from zckpt.exporting.merge import Merge, with_merges, without_adapters
 from zckpt.exporting.place import TORCH_FILE, Place
 from zckpt.exporting.plan import size_in_bytes
-from zckpt.exporting.selection import below, everything
+from zckpt.exporting.selection import everything, with_prefix
 from zckpt.exporting.torch_file import plan_torch_file
 from zckpt.exporting.write import write_files
 from zckpt.listing.find import find
@@ -251,7 +251,7 @@ def _open(
 
 def _plan(tensors: CheckpointSource | EngineSource, options: _Options, path: str) -> ExportPlan:
     config = None if options.config is None else str(Location.of(options.config))
-    names, sources = below(everything(tensors.sources, tensors.aliases), options.prefix), tensors.sources
+    names, sources = with_prefix(everything(tensors.sources, tensors.aliases), options.prefix), tensors.sources
     merges: dict[str, Merge] = {}
     adapter_name, adapter = options.merge if options.adapter is None else options.adapter, None
     if adapter_name is not None:

@@ -25,7 +25,7 @@ from zckpt.listing.trainer import (
     RESUMABLE,
     SCHEDULER,
     TRAINER_STATE,
-    Kind,
+    DirectoryKind,
     is_last_to_resume,
     is_zckpts,
     kind_of,
@@ -158,7 +158,7 @@ def _rotate_checkpoints(
 
 
 def _remove_superseded(
-    folders: Sequence[str], limit: int, best: str | None, kind: Callable[[str], Kind] = kind_of
+    folders: Sequence[str], limit: int, best: str | None, kind: Callable[[str], DirectoryKind] = kind_of
 ) -> None:
     for folder in superseded([folder for folder in folders if os.path.isdir(folder)], limit, best, kind):
         if _is_being_copied(folder):  # A later call removes it.
@@ -251,7 +251,7 @@ def _load_best_model(original: Callable[..., None], trainer: Any) -> None:
     ranks = Ranks(group_of(engine), call="Trainer")
     background.wait_for(ranks)
     load = engine.load_checkpoint
-    if ranks.first(lambda: kind_of(best) is Kind.WEIGHTS, "look at the best checkpoint"):
+    if ranks.first(lambda: kind_of(best) is DirectoryKind.WEIGHTS, "look at the best checkpoint"):
         engine.load_checkpoint = lambda *args, **options: load(*args, **{**options, "load_module_only": True})
     try:
         original(trainer)

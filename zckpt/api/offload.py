@@ -22,7 +22,7 @@ from zckpt.transfer.devices import synchronize
 from zckpt.transfer.snapshot import Snapshot
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Collection, Iterator, Sequence
 
     from zckpt.offloading.files import Moved
     from zckpt.storage.location import StrPath
@@ -111,15 +111,17 @@ def offload(
     wait_for(ranks)
     rank_offload = _RankOffload(engine, auto, budget)
 
-    def prepare() -> dict[str, object]:
+    def prepare() -> tuple[dict[str, object], tuple[str, ...]]:
         requested = asked_for(parts)
         arguments = comparable(parts=requested, background=background, auto=auto)
-        return {"arguments": arguments, "parts": rank_offload.prepare(directory, requested)}
+        return arguments, rank_offload.prepare(directory, requested)
+
+    def moved_of_all(prepared: Sequence[tuple[dict[str, object], tuple[str, ...]]]) -> tuple[str, ...]:
+        check_arguments([arguments for arguments, _ in prepared])
+        return in_order({part for _, moved in prepared for part in moved})
 
     with ranks.undivided():
-        prepared: list[Any] = ranks.share(prepare, "prepare the offload")
-        check_arguments([rank["arguments"] for rank in prepared])
-        moved_parts = in_order({part for rank in prepared for part in rank["parts"]})
+        moved_parts = tuple(ranks.decide(prepare, moved_of_all, "prepare the offload"))
         if not moved_parts:
             rank_offload.decide_auto()
             return Offloaded()
@@ -384,19 +386,24 @@ class _RankReload:
             self._back = self._out.bring(self.parts, self._adapter, budget, verify=self._verifies)
             return self._back.left, self._back.lost
 
-        of_ranks = ranks.share(bring, "reload")
-        self._lost_by_rank = [lost for _, lost in of_ranks]
+        def of_all(
+            brought: Sequence[tuple[tuple[str, ...], dict[str, str]]],
+        ) -> tuple[list[str], dict[str, tuple[int, str]]]:
+            lost: dict[str, tuple[int, str]] = {}
+            for rank, (_, lost_on_rank) in enumerate(brought):
+                for key, reason in lost_on_rank.items():
+                    lost.setdefault(key, (rank, reason))
+            return sorted({part for left, _ in brought for part in left}), lost
+
+        left, self._lost = ranks.decide(bring, of_all, "reload")
         lost = {key: reason for key, reason in self._out.lost.items() if key.partition("/")[0] not in self.parts}
-        for lost_on_rank in self._lost_by_rank:
-            lost |= lost_on_rank
-        self._out.settled({part for still_out, _ in of_ranks for part in still_out}, lost)
+        self._out.settled(left, lost | {key: reason for key, (_, reason) in self._lost.items()})
 
     def check(self, ranks: Ranks) -> None:
         """Raises an error on every rank if any rank could not bring something back. It is the rank's own error, or a
         RankError that names the other rank."""
         if self._back.error is not None:
             raise self._back.error
-        for number, lost in enumerate(self._lost_by_rank):
-            if lost:
-                rank, (key, reason) = ranks.members[number], next(iter(lost.items()))
-                raise RankError(f"rank {rank} failed to reload {key}: {reason}", rank=rank, key=key, hint=LOST_HINT)
+        for key, (number, reason) in self._lost.items():
+            rank = ranks.members[number]
+            raise RankError(f"rank {rank} failed to reload {key}: {reason}", rank=rank, key=key, hint=LOST_HINT)

@@ -139,7 +139,7 @@ class Preemption:
         is_largest = all(other._ranks.size <= self._ranks.size or other._ranks.lost for other in asked)
         may_end = is_done and is_largest
         if not self._ranks.lost:
-            may_end = all(self._ranks.share(lambda: may_end, "end the process"))
+            may_end = self._ranks.decide(lambda: may_end, all, "end the process")
         if not may_end:
             return
         errors = [preemption._error for preemption in asked if preemption._error is not None]

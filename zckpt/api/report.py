@@ -17,7 +17,7 @@ from zckpt.listing.summary import CheckpointSummary, summary
 from zckpt.ranks.collectives import Ranks, check_equal
 from zckpt.reporting.page import find_libraries, render
 from zckpt.reporting.page_data import gather
-from zckpt.reporting.values import Values, joined, look
+from zckpt.reporting.values import joined, look
 from zckpt.storage.schemes import open_store
 from zckpt.validation.report import LEVELS, Finding, Level, Report, in_order
 
@@ -106,13 +106,18 @@ def report(
         lambda: [checkpoint.manifest.save_id for checkpoint in checkpoints],
         partial(check_equal, what="checkpoints"), "compare",
     )  # fmt: skip
-    values: list[ValuesByKey] | None = None
+    shares: list[Any] = []
+    """On rank 0, what each rank has found by looking at the values."""
     if statistics:
-        values, findings = _look(checkpoints, ranks, progress)
-        reports = [_with(report, more) for report, more in zip(reports, findings, strict=True)]
+        ranks.decide(lambda: _look(checkpoints, ranks, progress), shares.extend, "look at the values")
 
     def write() -> None:
-        page = _page(directories, checkpoints, reports, values, libraries)
+        values = statistics and [
+            joined([values_of_each[n] for values_of_each, _ in shares]) for n in range(len(checkpoints))
+        ]
+        findings = [[Finding(*fields) for _, errors in shares for fields in errors[n]] for n in range(len(checkpoints))]
+        complete_reports = [_with(report, more) for report, more in zip(reports, findings, strict=True)]
+        page = _page(directories, checkpoints, complete_reports, values or None, libraries)
         place.begin([place.name])
         try:
             place.put_small({place.name: page})
@@ -142,27 +147,10 @@ def _open(directory: str, budget: Budget | None) -> Checkpoint:
     return open_checkpoint(store, budget, partial(advised, store))
 
 
-def _look(
-    checkpoints: Sequence[Checkpoint], ranks: Ranks, progress: Progress | None
-) -> tuple[list[ValuesByKey], list[list[Finding]]]:
-    """Returns for each checkpoint the values of its tensors, and the findings about damaged tensors. All ranks share
-    the work."""
-
-    def share_of_this_rank() -> list[Any]:
-        values_of_each, errors = look(checkpoints, ranks.rank, ranks.size, progress)
-        rows = [
-            {key: None if values is None else values.row for key, values in of_checkpoint.items()}
-            for of_checkpoint in values_of_each
-        ]
-        return [rows, [[astuple(Finding.of(error)) for error in of_checkpoint] for of_checkpoint in errors]]
-
-    shares = ranks.share(share_of_this_rank, "look at the values")
-    values = [
-        joined([{key: row and Values.of_row(row) for key, row in rows[n].items()} for rows, _ in shares])
-        for n in range(len(checkpoints))
-    ]
-    findings = [[Finding(*fields) for _, errors in shares for fields in errors[n]] for n in range(len(checkpoints))]
-    return values, findings
+def _look(checkpoints: Sequence[Checkpoint], ranks: Ranks, progress: Progress | None) -> list[Any]:
+    """Returns what ``look`` returns for the share of this rank. The errors are the fields of findings."""
+    values_of_each, errors = look(checkpoints, ranks.rank, ranks.size, progress)
+    return [values_of_each, [[astuple(Finding.of(error)) for error in of_checkpoint] for of_checkpoint in errors]]
 
 
 def _with(report: Report, more: Sequence[Finding]) -> Report:

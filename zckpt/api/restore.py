@@ -13,7 +13,7 @@ import torch
 from zckpt.api.background import wait_for
 from zckpt.api.offload import bring_back_to_restore
 from zckpt.engines import adapt, engine_of, group_of
-from zckpt.engines.history import history_of, note_restore
+from zckpt.engines.history import note_restore
 from zckpt.engines.registered import registered
 from zckpt.errors import (
     CheckpointNotFoundError,
@@ -276,12 +276,10 @@ def restore_engine(engine: object, path: Place, request: Request) -> tuple[Resto
         try:
             plan.restoring.finish()
             synchronize(plan.adapter.devices)  # From here on, every stream of a device may use the restored tensors.
-            history = history_of(engine)
-            history.last = str(Location.of(plan.checkpoint.path).absolute())
-            history.replicas.clear()  # The restore has changed memory without a change that torch counts.
             lineage = plan.checkpoint.contents.lineage
-            if request.resumes and plan.adapter.trains and lineage.use is Use.RESUME:
-                note_restore(engine, lineage.run_id)
+            goes_on = request.resumes and plan.adapter.trains and lineage.use is Use.RESUME
+            path_of_last = str(Location.of(plan.checkpoint.path).absolute())
+            note_restore(engine, path_of_last, lineage.run_id if goes_on else None)
         except BaseException as error:  # It is raised again below, where the other ranks learn of it.
             errors.append(error)
         ranks.together(lambda: _raise_first(errors), "restore")

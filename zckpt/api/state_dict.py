@@ -11,7 +11,7 @@ import msgpack
 from zckpt.api.background import wait_for
 from zckpt.api.write import write_engine
 from zckpt.engines.history import history_of
-from zckpt.engines.state_dict.flat import OWN, PATHS, RANKS, STREAMS, Contents, FlatState, matches, packed_paths
+from zckpt.engines.state_dict.flat import OWN, PATHS, RANKS, STREAMS, FlatState, HeldLeaves, matches, packed_paths
 from zckpt.errors import StateError, first_few
 from zckpt.format.digest import digest
 from zckpt.format.names import CLIENT_STATE
@@ -146,11 +146,11 @@ def write_state_dict(
         copy_keep_every=copy_keep_every, background=background, snapshot_bytes=snapshot_bytes,
         replace_foreign=overwrite,
     )  # fmt: skip
-    return write_contents(partial(Contents.of, state_dict), path, options, process_group, per_rank)
+    return write_contents(partial(HeldLeaves.of, state_dict), path, options, process_group, per_rank)
 
 
 def write_contents(
-    contents: Callable[[int], Contents],
+    contents: Callable[[int], HeldLeaves],
     path: StrPath,
     options: WriteOptions,
     process_group: ProcessGroup | None = None,
@@ -168,7 +168,7 @@ def write_contents(
 
 @without_collector
 def _agreed(
-    make: Callable[[int], Contents],
+    make: Callable[[int], HeldLeaves],
     options: WriteOptions,
     group: ProcessGroup | None,
     per_rank: Collection[str],
@@ -176,7 +176,7 @@ def _agreed(
 ) -> tuple[FlatState, WriteOptions]:
     """Compares what the ranks have. Returns what this rank writes, and the options with its plain values. Mostly all
     ranks have the same names and values. Only if not, they tell each other what they have."""
-    made: list[tuple[Contents, list[Any]]] = []
+    made: list[tuple[HeldLeaves, list[Any]]] = []
 
     def prepare() -> list[Any]:
         patterns = several(per_rank) or ()
@@ -201,60 +201,62 @@ def _agreed(
     # Each step below runs on all ranks. Nothing between two steps can fail on one rank alone.
     differ = ranks.decide(prepare, compare, "prepare the write")
     ((contents, outlines),) = made
-    told = [outlines]
-    if any(differ):
-        own = [outline if differs else None for outline, differs in zip(outlines, differ, strict=True)]
-        told = ranks.share(lambda: own, "compare the state dicts")
-    tensors, values = ([of_rank[which] for of_rank in (told if differ[which] else [outlines])] for which in range(2))
-    return _divided(contents, tensors, values, options, group, ranks.rank)
+
+    def join(told: Sequence[Sequence[Any]]) -> _Joined:
+        return _joined(*([of_rank[which] for of_rank in (told if differ[which] else [outlines])] for which in range(2)))
+
+    own_outlines = [outline if differs else None for outline, differs in zip(outlines, differ, strict=True)]
+    paths, aliases, holders, value_holders, flags = (
+        ranks.decide(lambda: own_outlines, join, "compare the state dicts") if any(differ) else join([])
+    )
+    tensors = contents.tensors
+    if differ[0]:  # A set of replicas has only tensors that the same ranks have.
+        tensors = {name: tensor.of_ranks(holders[name]) for name, tensor in tensors.items()}
+    tree: dict[str, Any] = {
+        PATHS: packed_paths(map(tuple, paths.values())),
+        RANKS: {name: of_value[0] for name, of_value in value_holders.items() if of_value[0]},
+        **flags,
+    }
+    first_ranks = {name: of_tensor[0] for name, of_tensor in holders.items() if of_tensor[0]}
+    state = FlatState(tensors, aliases, tree, first_ranks, group=group)
+    history_of(state).run_id = run_by_tensors((name, ()) for name in sorted(paths))
+    first = {name: value for name, value in contents.values.items() if value_holders[name][0] == ranks.rank}
+    own = {name: contents.values[name] for name in tree[OWN] if name in contents.values}
+    if ranks.rank == 0:
+        return state, replace(options, client_state=first, rank_state=own or None)
+    return state, replace(options, rank_state={**first, **own} or None)
 
 
-def _divided(
-    contents: Contents,
-    tensors_of_ranks: Sequence[Any],
-    values_of_ranks: Sequence[Any],
-    options: WriteOptions,
-    group: ProcessGroup | None,
-    rank: int,
-) -> tuple[FlatState, WriteOptions]:
-    """Returns what ``_agreed`` returns. ``tensors_of_ranks``: the paths of the tensors of each rank, and their aliases.
-    ``values_of_ranks``: for each plain value its path, its fingerprint, and whether it is a stream. Both have one item
-    if all ranks have the same. Raises the same StateError on every rank if plain values differ."""
-    holders = _holders([paths for paths, _ in tensors_of_ranks])
-    value_holders = _holders(values_of_ranks)
+_Holders = dict[str, list[int]]
+_Joined = tuple[dict[str, Any], dict[str, str], _Holders, _Holders, dict[str, list[str]]]
+"""The paths of all tensors and plain values; the aliases of the tensors; the ranks that have each tensor, and each
+plain value; and the names of the values that differ from rank to rank and of those that are streams."""
+
+
+def _joined(tensors_of_ranks: Sequence[Any], values_of_ranks: Sequence[Any]) -> _Joined:
+    """``tensors_of_ranks``: the paths of the tensors of each rank, and their aliases. ``values_of_ranks``: for each
+    plain value its path, its fingerprint, and whether it is a stream. Both have one item if all ranks have the same.
+    Raises StateError if plain values differ."""
+    holders, value_holders = _holders([paths for paths, _ in tensors_of_ranks]), _holders(values_of_ranks)
     for name in value_holders.keys() & holders.keys():
         raise StateError(f"{name} is a tensor on one rank and a plain value on another", key=name)
     for name, ranks in value_holders.items():
         if len({tuple(values_of_ranks[number][name][1:]) for number in ranks}) > 1:
             raise _differing(name, {number: tuple(values_of_ranks[number][name][1:]) for number in ranks})
-    same = len(tensors_of_ranks) == 1
-    tensors, aliases = contents.tensors, tensors_of_ranks[0][1]
-    if not same:  # A set of replicas has only tensors that the same ranks have.
-        aliases = {}
-        tensors = {name: tensor.of_ranks(holders[name]) for name, tensor in tensors.items()}
     paths = {name: path for of_rank, _ in tensors_of_ranks for name, path in of_rank.items()}
     paths |= {name: path for of_rank in values_of_ranks for name, (path, *_) in of_rank.items()}
-    tree: dict[str, Any] = {
-        PATHS: packed_paths(map(tuple, paths.values())),
-        RANKS: {name: ranks[0] for name, ranks in value_holders.items() if ranks[0]},
+    flags = {
         OWN: [name for name, ranks in value_holders.items() if not values_of_ranks[ranks[0]][name][1]],
         STREAMS: [name for name, ranks in value_holders.items() if values_of_ranks[ranks[0]][name][2]],
     }
-    state = FlatState(
-        tensors, aliases, tree, {name: ranks[0] for name, ranks in holders.items() if ranks[0]}, group=group
-    )
-    history_of(state).run_id = run_by_tensors((name, ()) for name in sorted(paths))
-    first = {name: value for name, value in contents.values.items() if value_holders[name][0] == rank}
-    own = {name: contents.values[name] for name in tree[OWN] if name in contents.values}
-    if rank == 0:
-        return state, replace(options, client_state=first, rank_state=own or None)
-    return state, replace(options, rank_state={**first, **own} or None)
+    aliases = tensors_of_ranks[0][1] if len(tensors_of_ranks) == 1 else {}
+    return paths, aliases, holders, value_holders, flags
 
 
-def _holders(of_ranks: Sequence[Mapping[str, object]]) -> Mapping[str, Sequence[int]]:
+def _holders(of_ranks: Sequence[Mapping[str, object]]) -> _Holders:
     """Returns the ranks that have each name. If all ranks have the same names, it is rank 0 for each."""
     if len(of_ranks) == 1:
-        return dict.fromkeys(of_ranks[0], (0,))
+        return dict.fromkeys(of_ranks[0], [0])
     holders: dict[str, list[int]] = {}
     for rank, names in enumerate(of_ranks):
         for name in names:

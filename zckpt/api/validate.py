@@ -17,7 +17,7 @@ from zckpt.restoring.peers import Peers
 from zckpt.storage.location import Location
 from zckpt.storage.schemes import open_store
 from zckpt.transfer.budget import Budget
-from zckpt.validation.check import Share, check_checkpoint
+from zckpt.validation.check import ValidationShare, check_checkpoint
 from zckpt.validation.report import LEVELS, Finding, Level, Report, in_order
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from zckpt.restoring.machines import Spread
     from zckpt.storage.contract import Store
     from zckpt.storage.location import StrPath
-    from zckpt.validation.values import Values
+    from zckpt.validation.values import ValueChecks
 
 
 def validate(
@@ -77,7 +77,7 @@ def validate(
             with ExitStack() as exchange:
                 if spread is None:
                     opened = partial(open_contents, open_store(directory))
-                    check = partial(_check, opened, Share(ranks.rank, ranks.size))
+                    check = partial(_check, opened, ValidationShare(ranks.rank, ranks.size))
                 else:
                     peers = exchange.enter_context(Peers(None, spread.store.reader(), "zckpt.validate"))
                     check = partial(_check_disk, spread, own, peers, ranks)
@@ -112,12 +112,16 @@ def _find(path: str) -> tuple[str, str, tuple[Any, ...]]:
 
 
 _Checked = tuple[list[tuple[Any, ...]], bytes, int, int]
-"""The result of one rank: the fields of each finding, the packed ``Values`` or no bytes, the number of files of the
-checkpoint, and the number of bytes that the rank has read."""
+"""The result of one rank: the fields of each finding, the packed ``ValueChecks`` or no bytes, the number of files of
+the checkpoint, and the number of bytes that the rank has read."""
 
 
 def _check(
-    opened: Callable[[], Contents], share: Share, level: Level, budget: Budget | None, progress: Progress | None
+    opened: Callable[[], Contents],
+    share: ValidationShare,
+    level: Level,
+    budget: Budget | None,
+    progress: Progress | None,
 ) -> _Checked:
     try:
         contents = opened()
@@ -139,7 +143,7 @@ def _check_disk(
     names the machine."""
     manifest = spread.manifest
     tables = (names.digests_path(manifest.save_id, rank) for rank in range(manifest.world_size))
-    share = Share(ranks.rank, ranks.size, [spread.holders[table] or range(ranks.size) for table in tables])
+    share = ValidationShare(ranks.rank, ranks.size, [spread.holders[table] or range(ranks.size) for table in tables])
     findings, values, files, bytes_read = _check(lambda: spread.opened(peers)[1], share, level, budget, progress)
     findings += [astuple(finding) for finding in _of_this_machine(spread, own)]
     elsewhere = {*spread.missing, *spread.elsewhere}
@@ -180,11 +184,11 @@ def _report(path: str, level: Level, checked: _Checked) -> Report:
     return Report(path, level, in_order(Finding(*fields) for fields in findings), observations, files, bytes_read)
 
 
-def _added(packed: Sequence[bytes]) -> Values:
-    """Returns what several ranks have found of the values. ``packed``: what ``Values.pack`` has returned on each."""
-    from zckpt.validation.values import Values  # imported late, because only the level "deep" has values
+def _added(packed: Sequence[bytes]) -> ValueChecks:
+    """Returns what several ranks have found of the values. ``packed``: what ``ValueChecks.pack`` returned on each."""
+    from zckpt.validation.values import ValueChecks  # imported late, because only the level "deep" has values
 
-    values = Values({})
+    values = ValueChecks({})
     for of_rank in packed:
         values.add(of_rank)
     return values

@@ -167,7 +167,7 @@ def where(engine: object) -> Placement:
         RankError: another rank has failed or is lost.
     """
     ranks = Ranks(group_of(engine), call="zckpt.where")
-    rows = ranks.share(lambda: _look(adapt(engine)), "look where the state is")
+    rows = ranks.decide(lambda: _look(adapt(engine)), list, "look where the state is")
     entries = [PlacementEntry(rank, *fields) for rank, (of_rank, _) in enumerate(rows) for fields in of_rank]
     return Placement(tuple(entries), tuple(RankMemory(rank, *fields) for rank, (_, fields) in enumerate(rows)))
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from zckpt.cli import output
 from zckpt.errors import UnsupportedError
-from zckpt.storage.process_names import temporary
+from zckpt.storage.process_names import own_temporary
 from zckpt.storage.schemes import open_store
 from zckpt.system import linux
 from zckpt.system.available import available_bytes
@@ -98,7 +98,7 @@ def _devices() -> dict[str, Any]:
 
 
 def _directory(path: str) -> dict[str, Any]:
-    store, first, second = open_store(path), temporary("doctor"), temporary("doctor")
+    store, first, second = open_store(path), own_temporary("doctor"), own_temporary("doctor")
     room = np.frombuffer(mmap.mmap(-1, 1 << 20), np.uint8)  # begins at a page, as direct I/O needs
     try:
         store.put_new(first, room.tobytes())

@@ -10,7 +10,7 @@ ranks share the work, and rank 0 prints the result.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, astuple
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import zckpt
@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _statistics(path: str, keys: Sequence[str]) -> tuple[list[TensorInfo], list[Statistics]]:
-    """Returns the selected tensors, and the statistics of each. All ranks share the work."""
+    """Returns the selected tensors and, on rank 0, the statistics of each. All ranks share the work."""
     from zckpt.progress import reported
     from zckpt.ranks.collectives import Ranks, check_equal
     from zckpt.reading.statistics import Statistics, statistics, stretches
@@ -60,18 +60,20 @@ def _statistics(path: str, keys: Sequence[str]) -> tuple[list[TensorInfo], list[
     checkpoint = ranks.together(lambda: zckpt.open(path), "open the checkpoint")
     infos = ranks.together(lambda: list(checkpoint.contents.select(keys).values()), "find the tensors")
 
-    def share_of_this_rank() -> tuple[str, list[tuple[Any, ...]]]:
+    def share_of_this_rank() -> tuple[str, list[Statistics]]:
         share = list(stretches(checkpoint, infos))[ranks.rank :: ranks.size]
-        nbytes = sum(stretch.span.numel * infos[stretch.number].item_bytes for stretch in share)
-        with reported(output.progress_bar(), "show", nbytes) as advance:
+        with reported(output.progress_bar(), "show", sum(stretch.nbytes for stretch in share)) as advance:
             of_tensors = statistics(checkpoint, infos, share, advance)
-        return checkpoint.manifest.save_id, [astuple(of_tensor) for of_tensor in of_tensors]
+        return checkpoint.manifest.save_id, of_tensors
 
-    shares = ranks.share(share_of_this_rank, "look at the values")
-    check_equal([save_id for save_id, _ in shares], "checkpoints")
     totals = [Statistics() for _ in infos]
-    for _, rows in shares:
-        totals = [total.plus(Statistics(*row)) for total, row in zip(totals, rows, strict=True)]
+
+    def add(shares: Sequence[tuple[str, Sequence[Sequence[Any]]]]) -> None:
+        check_equal([save_id for save_id, _ in shares], "checkpoints")
+        for _, rows in shares:
+            totals[:] = [total.plus(Statistics(*row)) for total, row in zip(totals, rows, strict=True)]
+
+    ranks.decide(share_of_this_rank, add, "look at the values")
     return infos, totals
 
 

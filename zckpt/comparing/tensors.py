@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
+from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -15,12 +17,13 @@ from zckpt.errors import FormatError
 from zckpt.format.digest import DIGEST_BYTES, block_count
 from zckpt.geometry import Span, all_of, cut_at_blocks, ragged
 from zckpt.plan.compare import differing
+from zckpt.plan.share import batches
 from zckpt.progress import Progress, reported
 from zckpt.reading.checkpoint import ReadRequest
 from zckpt.state.inventory import BUFFER
 from zckpt.storage.location import Location
 from zckpt.transfer.budget import MIB, Budget
-from zckpt.transfer.memory import fresh_tensor
+from zckpt.transfer.tasks import run_tasks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -149,8 +152,11 @@ class Comparison:
         by its key. Raises FormatError and StorageError."""
         tallies: dict[str, Tally] = {}
         lock = threading.Lock()
-        batches = [batch for number, batch in enumerate(self._batches(pairs)) if number % self.size == self.number]
-        total = 2 * sum(pair_slice.nbytes for batch in batches for pair_slice in batch)
+        limit = slice_bytes(self.budget, max(self.a.manifest.block_bytes, self.b.manifest.block_bytes))
+        # Each process finds the same batches, in the same order.
+        all_batches = batches(self._slices(pairs, limit), attrgetter("nbytes"), limit, BATCH_SLICES_MAX)
+        own_batches = list(islice(all_batches, self.number, None, self.size))
+        total = 2 * sum(pair_slice.nbytes for batch in own_batches for pair_slice in batch)
 
         def work(batch: Sequence[PairSlice]) -> None:
             read_a = self._read(self.a, [(pair_slice.pair.a, pair_slice.copy_a, pair_slice) for pair_slice in batch])
@@ -159,21 +165,18 @@ class Comparison:
                 tally = compare(values_a, values_b, self.rtol, self.atol)
                 if tally.changed:
                     with lock:
-                        tallies.setdefault(pair_slice.pair.key, Tally()).add(tally.row)
+                        tallies[pair_slice.pair.key] = tallies.get(pair_slice.pair.key, Tally()).plus(tally)
             advance(2 * sum(pair_slice.nbytes for pair_slice in batch))
 
         with reported(progress, "compare", total) as advance:
-            self.budget.run([partial(work, batch) for batch in batches])
+            run_tasks([partial(work, batch) for batch in own_batches], self.budget.threads)
         return tallies
 
     @staticmethod
     def _read(checkpoint: Checkpoint, ranges: Sequence[tuple[TensorInfo, int, PairSlice]]) -> list[torch.Tensor]:
         """Reads the elements of each slice from one checkpoint. ``ranges``: the tensor, the number of its copy, and the
         slice."""
-        requests = [
-            ReadRequest(info, pair_slice.span, fresh_tensor((pair_slice.span.numel,), info.dtype, "cpu"), copy)
-            for info, copy, pair_slice in ranges
-        ]
+        requests = [ReadRequest.fresh(info, pair_slice.span, copy) for info, copy, pair_slice in ranges]
         try:
             checkpoint.read(requests, verify=True)
         except FormatError as error:
@@ -182,22 +185,8 @@ class Comparison:
             raise
         return [request.target for request in requests]
 
-    def _batches(self, pairs: Sequence[Pair]) -> Iterator[list[PairSlice]]:
-        """Yields all slices that have to be read, in batches, and in the same order in each process. The slices of a
-        batch fit into the memory of a thread together. They may belong to several tensors."""
-        limit = slice_bytes(self.budget, max(self.a.manifest.block_bytes, self.b.manifest.block_bytes))
-        batch: list[PairSlice] = []
-        nbytes = 0
-        for pair_slice in self._slices(pairs, limit):
-            if batch and (nbytes + pair_slice.nbytes > limit or len(batch) == BATCH_SLICES_MAX):
-                yield batch
-                batch, nbytes = [], 0
-            batch.append(pair_slice)
-            nbytes += pair_slice.nbytes
-        if batch:
-            yield batch
-
     def _slices(self, pairs: Sequence[Pair], limit: int) -> Iterator[PairSlice]:
+        """Yields all slices that have to be read. They have at most ``limit`` bytes."""
         compared = [(pair, *copies) for pair in pairs for copies in compared_copies(self.a, self.b, pair)]
         for (pair, copy_a, copy_b), (starts, spans) in zip(compared, unequal(self.a, self.b, compared), strict=True):
             item_bytes = pair.a.item_bytes

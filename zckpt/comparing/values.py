@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 import torch
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 PORTION_ITEMS = 1 << 16
 """The number of elements that are compared at once. It is so small that intermediate results stay in the processor's
@@ -17,8 +13,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """The dtypes with which elements are compared bit for bit, by the size of an element in bytes."""
 
 
-@dataclass(slots=True)
-class Tally:
+class Tally(NamedTuple):
     """The counts and maxima of the compared elements of one tensor. The fields have the same meaning as in
     ``TensorDifference``."""
 
@@ -27,18 +22,12 @@ class Tally:
     max_abs: float = 0.0
     max_rel: float = 0.0
 
-    def add(self, other: Sequence[float]) -> None:
-        """Adds the ``row`` of the tally of other elements of the tensor."""
+    def plus(self, other: Tally) -> Tally:
+        """Returns the tally of the elements of both together."""
         changed, nonfinite, max_abs, max_rel = other
-        self.changed += int(changed)
-        self.nonfinite += int(nonfinite)
-        self.max_abs = max(self.max_abs, max_abs)
-        self.max_rel = max(self.max_rel, max_rel)
-
-    @property
-    def row(self) -> tuple[int, int, float, float]:
-        """The values of the fields, in their order."""
-        return self.changed, self.nonfinite, self.max_abs, self.max_rel
+        return Tally(
+            self.changed + changed, self.nonfinite + nonfinite, max(self.max_abs, max_abs), max(self.max_rel, max_rel)
+        )
 
 
 def compare(a: torch.Tensor, b: torch.Tensor, rtol: float, atol: float) -> Tally:
@@ -61,8 +50,8 @@ def compare(a: torch.Tensor, b: torch.Tensor, rtol: float, atol: float) -> Tally
             changed = ~(finite & (difference <= atol + rtol * larger))
         counted = changed & finite
         relative = torch.where(larger > 0, difference / larger, 0.0)
-        tally.add(
-            (
+        tally = tally.plus(
+            Tally(
                 int(changed.sum()),
                 int((changed & ~finite).sum()),
                 float(difference[counted].max()) if counted.any() else 0.0,

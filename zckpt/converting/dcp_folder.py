@@ -20,7 +20,7 @@ import torch
 
 from zckpt.converting.restricted_pickle import load, load_pickle
 from zckpt.converting.source import AS_WRITTEN, COPY_AGAIN, Source, file_states, values_of
-from zckpt.converting.state_dicts import Chunk, Leaves, StoredTensor, source_of
+from zckpt.converting.state_dicts import Leaves, Shard, StoredTensor, source_of
 from zckpt.engines.state_dict.flat import leaves_of
 from zckpt.engines.tensors import dtype_name
 from zckpt.errors import FormatError, MissingFileError, UnsupportedError, printable
@@ -80,7 +80,7 @@ def _torch_file(path: str) -> Leaves:
         if leaf.is_tensor:
             shape = tuple(leaf.value.shape)
             dtype_name(leaf.value.dtype, name)
-            made.tensors[name] = StoredTensor(leaf.value.dtype, shape, (Chunk(0, all_of(shape), shape, leaf.value),))
+            made.tensors[name] = StoredTensor(leaf.value.dtype, shape, (Shard(0, all_of(shape), shape, leaf.value),))
         else:
             made.values[name] = leaf.value
     return made
@@ -170,13 +170,13 @@ def _tensor(
         held.append((tuple(zip(first, sizes, strict=True)), places[name, first]))
     divided = divisions(name, shape, [bounds for bounds, _ in held])
     chunks = [
-        Chunk(ranks[place.path], box_of(shape, divided, bounds), tuple(size for _, size in bounds), place)
+        Shard(ranks[place.path], box_of(shape, divided, bounds), tuple(size for _, size in bounds), place)
         for bounds, place in held
     ]
     # DCP lists the chunks of HSDP in the order of the ranks of which it has chosen one for each.
     chunks.sort(key=lambda chunk: chunk.span)
     if not chunks:  # It has no elements, so no rank has written any.
-        chunks = [Chunk(0, all_of(shape), shape, torch.empty(shape, dtype=dtype, device="cpu"))]
+        chunks = [Shard(0, all_of(shape), shape, torch.empty(shape, dtype=dtype, device="cpu"))]
     return StoredTensor(dtype, shape, tuple(chunks))
 
 

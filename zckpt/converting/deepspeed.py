@@ -15,7 +15,7 @@ from zckpt.converting.deepspeed_cuts import INFO, Cuts
 from zckpt.converting.deepspeed_division import Division, RunRanks, ranks_of, stages_of
 from zckpt.converting.deepspeed_experts import Experts
 from zckpt.converting.deepspeed_folder import Coordinates, DeepSpeedFolder, of_type
-from zckpt.converting.deepspeed_layers import Layers
+from zckpt.converting.deepspeed_layers import PipelineLayers
 from zckpt.converting.deepspeed_model_states import ModelStates
 from zckpt.converting.source import RankPart, Source, file_states, values_of
 from zckpt.converting.stacked import Stacked
@@ -143,7 +143,7 @@ class _Reader:
         experts.check_ep_rank(saved, self._ranks.rank_in_stage(coordinates))
         return states
 
-    def _read_layers(self) -> Layers:
+    def _read_layers(self) -> PipelineLayers:
         """Returns the layers of a pipeline."""
         ranks, names_of_stages = self._ranks, []
         for stage in range(ranks.stages):
@@ -154,7 +154,7 @@ class _Reader:
                 trained = self._flat_names(coordinates) or states.flat_shapes
                 names_of_stages.append({*chain(*trained), *states.buffer_names})
         with values_of(self._file):
-            return Layers(self._folder, names_of_stages, ranks.tensor_ranks)
+            return PipelineLayers(self._folder, names_of_stages, ranks.tensor_ranks)
 
     @lru_cache(maxsize=WORLD_SIZE_MAX)  # noqa: B019, because there is one reader for each conversion
     def _flat_names(self, coordinates: Coordinates) -> list[list[str]]:

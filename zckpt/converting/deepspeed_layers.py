@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from zckpt.converting.deepspeed_folder import DeepSpeedFolder
 
 
-class Layers:
+class PipelineLayers:
     """The layers of a pipeline. ``names``: for each stage, the names of its trained parameters and of its buffers.
     ``tensor_ranks``: the number of tensor-parallel ranks in a stage."""
 

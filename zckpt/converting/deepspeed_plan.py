@@ -25,7 +25,7 @@ from zckpt.engines.deepspeed.setup import DTYPES, Setup
 from zckpt.engines.flats import cut_alone, partition_numel
 from zckpt.engines.trees import counters_of, subtree
 from zckpt.errors import MismatchError, UnsupportedError, first_few
-from zckpt.exporting.plan import Run
+from zckpt.exporting.plan import Extent
 from zckpt.exporting.torch_file import Instance, Storage, View, torch_file
 from zckpt.format import names
 from zckpt.format.names import Tier
@@ -53,7 +53,7 @@ DYNAMIC_SCALER = {
 
 
 @dataclass(frozen=True)
-class FolderPlan:
+class DeepSpeedFolderPlan:
     """Plans the files of a folder as trees. The members raise what ``to_deepspeed`` raises for a checkpoint that does
     not fit."""
 
@@ -343,7 +343,7 @@ class FolderPlan:
                 continue
             parameter_range = cut_alone(name, all_of(info.shape), rank, self.ranks)
             numel = partition_numel(math.prod(info.shape), self.ranks)
-            yield name, View(Storage(info.dtype, numel, {0: Run(info.key, parameter_range.span)}), (numel,))
+            yield name, View(Storage(info.dtype, numel, {0: Extent(info.key, parameter_range.span)}), (numel,))
 
     def _param_shapes(self) -> list[OrderedDict[str, torch.Size]]:
         """Returns for each flat buffer the shapes of its parameters, in the order in which they lie in it."""
@@ -368,15 +368,15 @@ class FolderPlan:
         """Returns the storage of the master weights of a flat buffer, or of one of its moments. Raises MismatchError if
         the checkpoint does not have all of it."""
         shape = tuple(flat.master.shape) if part == MASTER else flat.moment_shape(part)
-        runs, dtypes = {}, set()
+        extents, dtypes = {}, set()
         for parameter_range in flat.wider.get(part, flat.ranges):
             key = f"{part}/{parameter_range.name}"
             if key not in self.checkpoint:
                 raise MismatchError("the checkpoint does not have all of the optimizer's state", key=key)
             dtypes.add(self.checkpoint[key].dtype)
             if parameter_range.span.numel:
-                runs[parameter_range.offset] = Run(key, parameter_range.span)
-        return Storage(next(iter(dtypes), torch.float32), math.prod(shape), runs)
+                extents[parameter_range.offset] = Extent(key, parameter_range.span)
+        return Storage(next(iter(dtypes), torch.float32), math.prod(shape), extents)
 
     # The loss scaler
 
@@ -511,13 +511,13 @@ class FolderPlan:
 
 
 def _whole(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> View:
-    run = Run(name, all_of(shape))
-    return View(Storage(dtype, run.span.numel, {0: run}), shape)
+    extent = Extent(name, all_of(shape))
+    return View(Storage(dtype, extent.span.numel, {0: extent}), shape)
 
 
 def _copy(key: str, rank: int) -> str:
-    """Returns the name in ``FolderPlan.infos`` of a rank's own copy of a tensor. It cannot be a key, because no key
-    contains a line break."""
+    """Returns the name in ``DeepSpeedFolderPlan.infos`` of a rank's own copy of a tensor. It cannot be a key, because
+    no key contains a line break."""
     return f"{key}\n{rank}"
 
 

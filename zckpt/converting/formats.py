@@ -23,7 +23,7 @@ _GIVE = (
 )
 
 
-class Found(NamedTuple):
+class FoundCheckpoint(NamedTuple):
     """A checkpoint that was found, and its format."""
 
     format: str
@@ -32,7 +32,7 @@ class Found(NamedTuple):
     """The directory of the checkpoint itself, even if the caller named the directory of a run."""
 
 
-def find_format(path: str, tag: str | None) -> Found:
+def find_format(path: str, tag: str | None) -> FoundCheckpoint:
     """Finds the checkpoint at ``path``. If ``path`` is the directory of a run, this is the checkpoint that ``tag``
     names, or without ``tag`` the one that ``latest`` names. Raises CheckpointNotFoundError, UnsupportedError for the
     format of another program, FormatError for a ``latest`` that cannot be the name of a checkpoint, and
@@ -41,7 +41,7 @@ def find_format(path: str, tag: str | None) -> Found:
     if tag is not None:
         path = os.path.join(path, tag)
     if os.path.isfile(path):
-        return Found(TORCH_FILE, path)
+        return FoundCheckpoint(TORCH_FILE, path)
     entries = _entries(path, run)
     latest = next((name for name in (names.LATEST, other_formats.LATEST_UNIVERSAL) if name in entries), None)
     if tag is None and latest is not None and _format(entries) not in (DEEPSPEED, DCP, ZCKPT):
@@ -50,7 +50,7 @@ def find_format(path: str, tag: str | None) -> Found:
     format_name = _format(entries)
     if format_name is None:
         raise _unknown(path, entries)
-    return Found(format_name, path)
+    return FoundCheckpoint(format_name, path)
 
 
 def _format(entries: list[str]) -> str | None:

@@ -51,7 +51,7 @@ _LAYOUT = (
 )
 
 
-class Chunk(NamedTuple):
+class Shard(NamedTuple):
     """A part of a tensor as it is in a file."""
 
     rank: int
@@ -70,7 +70,7 @@ class StoredTensor:
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[Shard, ...]
     """Its parts. Together they have each element once."""
 
     @property
@@ -78,7 +78,7 @@ class StoredTensor:
         """Whether its elements are in several chunks."""
         return sum(chunk.span.numel > 0 for chunk in self.chunks) > 1
 
-    def elements(self, name: str, chunk: Chunk) -> torch.Tensor:
+    def elements(self, name: str, chunk: Shard) -> torch.Tensor:
         """Returns the elements of a chunk in a 1-D tensor, which has no memory unless it is small or was not stored in
         order. ``name``: the name of the tensor, for errors. Raises FormatError if the file has something else, and the
         errors of ``load``."""

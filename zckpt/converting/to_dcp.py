@@ -34,12 +34,12 @@ from zckpt.engines.state_dict.flat import leaves_of
 from zckpt.engines.trees import subtree
 from zckpt.errors import UnsupportedError, first_few
 from zckpt.exporting.place import Place
-from zckpt.exporting.plan import OutputFile, OutputTensor, Run
+from zckpt.exporting.plan import Extent, OutputFile, OutputTensor
 from zckpt.exporting.torch_file import Storage, View, torch_file
 from zckpt.format import names
 from zckpt.geometry import span_of
 from zckpt.listing.contents import TensorInfo
-from zckpt.reading.state_dict import Values, paths_of, tensors_by_name
+from zckpt.reading.state_dict import PlainValues, paths_of, tensors_by_name
 from zckpt.state.inventory import RESERVED_PARTS
 from zckpt.storage.location import Location
 
@@ -122,7 +122,7 @@ class DcpPlan:
         paths = paths_of(checkpoint)
         if paths:
             self._tensors.update(tensors_by_name(checkpoint))
-            self._values.update(Values(checkpoint))
+            self._values.update(PlainValues(checkpoint))
             self._paths = {name: paths[name] for name in (*self._tensors, *self._values)}
         else:
             self._add_engine()
@@ -285,5 +285,5 @@ def _chunks(name: str, tensor: TensorInfo | torch.Tensor, ranks: int) -> Iterato
 
 def _view(info: TensorInfo, bounds: list[tuple[int, int]]) -> View:
     span = span_of(info.shape, bounds)
-    runs = {0: Run(info.key, span)} if span.numel else {}
-    return View(Storage(info.dtype, span.numel, runs), tuple(size for _, size in bounds))
+    extents = {0: Extent(info.key, span)} if span.numel else {}
+    return View(Storage(info.dtype, span.numel, extents), tuple(size for _, size in bounds))

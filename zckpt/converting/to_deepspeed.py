@@ -20,7 +20,7 @@ import secrets
 from contextlib import closing, suppress
 from typing import TYPE_CHECKING
 
-from zckpt.converting.deepspeed_plan import FolderPlan
+from zckpt.converting.deepspeed_plan import DeepSpeedFolderPlan
 from zckpt.converting.universal_plan import UniversalPlan
 from zckpt.converting.write_folder import write_folder
 from zckpt.errors import CheckpointExistsError, FormatError, StorageError
@@ -67,7 +67,7 @@ def to_deepspeed(
     nothing of the folder remains in ``destination``.
     """
     return _write(
-        checkpoint, destination, ranks, lambda: FolderPlan(checkpoint, stage, world_size), names.LATEST,
+        checkpoint, destination, ranks, lambda: DeepSpeedFolderPlan(checkpoint, stage, world_size), names.LATEST,
         DEEPSPEED_FILES, tag=tag, overwrite=overwrite, budget=budget, progress=progress,
     )  # fmt: skip
 
@@ -94,7 +94,7 @@ def _write(
     checkpoint: Checkpoint,
     destination: str,
     ranks: Ranks,
-    make_plan: Callable[[], FolderPlan],
+    make_plan: Callable[[], DeepSpeedFolderPlan],
     latest: str,
     patterns: Sequence[str],
     *,

@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from zckpt.converting.deepspeed_experts import EP_SIZE
 from zckpt.converting.deepspeed_flats import flats
 from zckpt.converting.deepspeed_folder import is_file_name
-from zckpt.converting.deepspeed_plan import DEEPSPEED_VERSION, FolderPlan
+from zckpt.converting.deepspeed_plan import DEEPSPEED_VERSION, DeepSpeedFolderPlan
 from zckpt.engines.deepspeed.experts import EXPERT
 from zckpt.errors import MismatchError, UnsupportedError, first_few
-from zckpt.exporting.plan import Run
+from zckpt.exporting.plan import Extent
 from zckpt.exporting.torch_file import Instance, Storage, View, torch_file
 from zckpt.geometry import all_of, span_of
 from zckpt.state.inventory import BUFFER, MASTER
@@ -53,7 +53,7 @@ class _Parameter(NamedTuple):
     """What its files tell DeepSpeed's loader besides the values."""
 
 
-class UniversalPlan(FolderPlan):
+class UniversalPlan(DeepSpeedFolderPlan):
     """Plans the files of a folder that engines of stages 1 to 3 can load, with any number of ranks. The members raise
     what ``to_universal`` raises for a checkpoint that does not fit."""
 
@@ -111,14 +111,14 @@ class UniversalPlan(FolderPlan):
 
     def _view(self, part: str, parameter: _Parameter) -> View:
         """Returns the master weights of a parameter, or one of its moments."""
-        runs, numel = {}, 0
+        extents, numel = {}, 0
         for name, span in parameter.parts:
             if f"{part}/{name}" not in self.checkpoint:
                 raise MismatchError("the checkpoint does not have all of the optimizer's state", key=f"{part}/{name}")
-            runs[numel] = Run(f"{part}/{name}", span)
+            extents[numel] = Extent(f"{part}/{name}", span)
             numel += span.numel
-        dtype = self.checkpoint[runs[0].source].dtype
-        return View(Storage(dtype, numel, runs if numel else {}), parameter.shape)
+        dtype = self.checkpoint[extents[0].source].dtype
+        return View(Storage(dtype, numel, extents if numel else {}), parameter.shape)
 
     def _parameters(self) -> Iterator[tuple[str, _Parameter]]:
         """Yields the names that the trained parameters have in the engines that load the folder, and the parameters."""

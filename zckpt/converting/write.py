@@ -166,11 +166,10 @@ class _Planned:
             )  # fmt: skip
         if part.state:
             add_rank_tree(part.state, fragments, rank)
-        fragments = [_where_it_is(fragment) for fragment in fragments]
+        fragments = [
+            fragment._replace(data=stored_range(fragment.data) or fragment.data)
+            if isinstance(fragment.data, torch.Tensor)
+            else fragment
+            for fragment in fragments
+        ]
         return plan_data_files(fragments, self.save_id, rank, source.world_size, block_bytes=BLOCK_BYTES)
-
-
-def _where_it_is(fragment: Fragment) -> Fragment:
-    """Returns ``fragment``. If the values of its tensor are in a file, its data is the range of the file."""
-    place = stored_range(fragment.data) if isinstance(fragment.data, torch.Tensor) else None
-    return fragment if place is None else fragment._replace(data=place)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import TYPE_CHECKING, Protocol
 
 from zckpt.converting.source import values_of
 from zckpt.exporting.checkpoint_source import CheckpointFiller
 from zckpt.exporting.place import Place
 from zckpt.exporting.write import WINDOW_BYTES_MAX, write_files
-from zckpt.plan.share import shared_out
+from zckpt.plan.share import batches, shared_out
 from zckpt.progress import reported
 from zckpt.storage.space import Space
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from zckpt.exporting.plan import OutputFile
     from zckpt.listing.contents import TensorInfo
@@ -71,7 +72,9 @@ def write_folder(
 
     def write() -> None:
         with reported(progress, "convert", sum(sizes[number][2] for number in own_files)) as filler.advance:
-            for files in _batches(file for number, file in enumerate(plan.files()) if number in own_files):
+            files_of_rank = (file for number, file in enumerate(plan.files()) if number in own_files)
+            # Threads are started for each batch, so a batch has several small files.
+            for files in batches(files_of_rank, attrgetter("nbytes"), WINDOW_BYTES_MAX, BATCH_FILES_MAX):
                 write_files(place.store, files, {}, filler, filler.budget)
                 for directory in {file.name.rpartition("/")[0] for file in files} - {""}:
                     place.store.sync_names(directory)
@@ -88,15 +91,3 @@ def write_folder(
             place.remove()
         raise
     return missing
-
-
-def _batches(files: Iterable[OutputFile]) -> Iterator[list[OutputFile]]:
-    """Yields the files in their order, several small ones at a time, because threads are started for each batch."""
-    batch: list[OutputFile] = []
-    for file in files:
-        if batch and (len(batch) == BATCH_FILES_MAX or sum(f.nbytes for f in (*batch, file)) > WINDOW_BYTES_MAX):
-            yield batch
-            batch = []
-        batch.append(file)
-    if batch:
-        yield batch

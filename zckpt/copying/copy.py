@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
-from zckpt.copying.files import TABLE, RankFiles, Selection, own_files, whole_files
+from zckpt.copying.files import TABLE, RankFiles, SelectedTensors, own_files, whole_files
 from zckpt.format import names
 from zckpt.format.digest import digest
 from zckpt.format.rules import broken
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from zckpt.storage.location import Location
     from zckpt.storage.lock import WriteLock
     from zckpt.storage.space import Space
-    from zckpt.transfer.write import Source
+    from zckpt.transfer.write import CopySource
     from zckpt.writing.options import WriteOptions
 
 
@@ -62,7 +62,7 @@ class Copy:
     """The manifest and the index of the source."""
     manifest: bytes
     """The bytes of the manifest of the source."""
-    selection: Selection | None
+    selection: SelectedTensors | None
     """The tensors that are copied. None means that the whole checkpoint is copied, byte for byte."""
     target: Store
     """The directory of the copy."""
@@ -127,7 +127,7 @@ class Copy:
         else:
             shared = self.shared_with is not None and self.target.may_share(self.shared_with)
             files = () if shared else self.contents.manifest.files.nbytes
-            first.needed_bytes = sum(files) + self.contents.manifest.index_bytes
+            first.data_bytes = sum(files) + self.contents.manifest.index_bytes
         self._first = first
         return first.begin(lock)
 
@@ -205,7 +205,7 @@ class Copy:
             return whole_files(self.contents, rank, numbers, pieces, verify=self.verify)
         return self.selection.files(rank, pieces, self.save_id, numbers, verify=self.verify)
 
-    def _rank_write(self, rank: int, data_files: Sequence[DataFilePlan], source: Source | None) -> RankWrite:
+    def _rank_write(self, rank: int, data_files: Sequence[DataFilePlan], source: CopySource | None) -> RankWrite:
         manifest = self.contents.manifest
         writer = {
             **manifest.writer, "copied": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -17,7 +17,7 @@ from zckpt.plan.layout import FILLER, HEADER, DataFilePlan, plan_copied_file, pl
 from zckpt.plan.share import shared_out
 from zckpt.state.inventory import MASTER, RESERVED_PARTS, STATE, FileRange, Fragment
 from zckpt.state.lineage import Lineage, Use, use_of
-from zckpt.transfer.write import Source
+from zckpt.transfer.write import CopySource
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -36,7 +36,7 @@ class RankFiles(NamedTuple):
 
     data_files: tuple[DataFilePlan, ...]
     """The plan of each file that is written."""
-    source: Source
+    source: CopySource
     """The files of the source, and the digest table of the new files."""
 
     def digests(self, data_file: DataFilePlan) -> bytes:
@@ -102,7 +102,7 @@ def _region_bytes(contents: Contents, number: int, pieces: FilePieces) -> Ints:
     return np.insert(sizes[sizes > 0], 0, data_start)
 
 
-def _source(contents: Contents, numbers: Iterable[int], pieces: FilePieces, table: bytes, verify: bool) -> Source:
+def _source(contents: Contents, numbers: Iterable[int], pieces: FilePieces, table: bytes, verify: bool) -> CopySource:
     files = {number: contents.read_file(number, verify=False) for number in numbers}
     number_of = {file.path: number for number, file in files.items()}
 
@@ -117,11 +117,11 @@ def _source(contents: Contents, numbers: Iterable[int], pieces: FilePieces, tabl
         return None
 
     by_path = {file.path: file for file in files.values()}
-    return Source(contents.store, contents.reader, by_path, table, verify, key_at)
+    return CopySource(contents.store, contents.reader, by_path, table, verify, key_at)
 
 
 @dataclass(frozen=True, slots=True)
-class Selection:
+class SelectedTensors:
     """Some tensors of a checkpoint, with all of their copies."""
 
     contents: Contents
@@ -136,7 +136,7 @@ class Selection:
     """The lineage of the copy, or None if the tree is not a map, so that none can be added."""
 
     @classmethod
-    def of(cls, contents: Contents, keys: Iterable[str]) -> Selection:
+    def of(cls, contents: Contents, keys: Iterable[str]) -> SelectedTensors:
         """Selects the tensors with these keys, and all tensors to which the trees of state refer. Raises FormatError
         (I002 to I007, T001 to T004) and StateError (T004)."""
         manifest = contents.manifest

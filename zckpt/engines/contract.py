@@ -236,7 +236,7 @@ class EngineAdapter(StateAdapter):
         """
         return ()
 
-    def uses(self) -> Iterable[Use]:
+    def uses(self) -> Iterable[UsingMethod]:
         """Returns the calls that read or change the memory that ``memory`` returns: all calls by which a training loop,
         an evaluation or the framework's own checkpoints do so. The result holds no reference to the adapter."""
         return ()
@@ -279,7 +279,7 @@ class Stored(Protocol):
     def shape(self) -> tuple[int, ...]: ...
 
 
-class Use(NamedTuple):
+class UsingMethod(NamedTuple):
     """A method that uses tensors of the state."""
 
     owner: Any

@@ -66,10 +66,14 @@ def note_write(engine: object, run_id: str) -> None:
     history.run_id, history.since = run_id, _writes
 
 
-def note_restore(engine: object, run_id: str) -> None:
-    """Notes that ``engine`` goes on with the run with this identity."""
+def note_restore(engine: object, path: str, run_id: str | None) -> None:
+    """Notes that ``engine`` was restored from the checkpoint at this path. ``run_id``: the identity of the run with
+    which it goes on, or None if it stays in its own."""
     history = history_of(engine)
-    history.run_id, history.since = run_id, _writes
+    history.last = path
+    history.replicas.clear()  # The restore has changed memory without a change that torch counts.
+    if run_id is not None:
+        history.run_id, history.since = run_id, _writes
 
 
 def claim(engine: object, directory: str) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from zckpt.errors import KeyNotFoundError, MismatchError, UnsupportedError, first_few, from_os_error
-from zckpt.exporting.plan import ExportPlan, OutputTensor, Run, safetensors_file
+from zckpt.exporting.plan import ExportPlan, Extent, OutputTensor, safetensors_file
 from zckpt.exporting.selection import first_names
 from zckpt.plan.select import nearest
 
@@ -238,7 +238,7 @@ def plan_adapter(names: Mapping[str, str], sources: Mapping[str, SourceTensor], 
     """Plans the folder of an adapter. ``names``: what ``Adapter.own`` returns. ``config``: the text of its
     ``adapter_config.json``."""
     tensors = [
-        OutputTensor(name, tensor.dtype, tensor.shape, (Run(source, tensor.all),))
+        OutputTensor(name, tensor.dtype, tensor.shape, (Extent(source, tensor.all),))
         for name, source in names.items()
         for tensor in [sources[source]]
     ]

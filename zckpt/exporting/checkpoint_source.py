@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from zckpt.exporting.plan import OutputFile, Run
+    from zckpt.exporting.plan import Extent, OutputFile
     from zckpt.geometry import Ints
     from zckpt.listing.contents import TensorInfo
     from zckpt.transfer.budget import Budget
@@ -60,11 +60,11 @@ class CheckpointFiller:
     def nbytes(self, files: Iterable[OutputFile]) -> int:
         """Returns the number of bytes that are read to write ``files``."""
         tensors = [tensor for file in files for tensor in file.tensors.values()]
-        runs = [run for tensor in tensors for run in tensor.runs or ()]
-        converted = {run for tensor in tensors if tensor.conversion for run in tensor.conversion.sources}
-        return sum(run.span.numel * self.infos[run.source].item_bytes for run in (*runs, *converted))
+        extents = [extent for tensor in tensors for extent in tensor.extents or ()]
+        converted = {extent for tensor in tensors if tensor.conversion for extent in tensor.conversion.sources}
+        return sum(extent.span.numel * self.infos[extent.source].item_bytes for extent in (*extents, *converted))
 
-    def fill(self, targets: Sequence[tuple[Run, torch.Tensor]]) -> None:
+    def fill(self, targets: Sequence[tuple[Extent, torch.Tensor]]) -> None:
         """Fills each target as ``Filler.fill`` requires. Raises FormatError and StorageError."""
         requests = [
             ReadRequest(self.infos[name], span, target, self._copies.get(name)) for (name, span), target in targets
@@ -72,12 +72,12 @@ class CheckpointFiller:
         if requests:
             self._checkpoint.read(requests, advance=self.advance)
 
-    def cut(self, run: Run) -> int:
-        """Returns the element at which the last block ends that ends in the run, or the end of the run. A part that
-        ends with a block needs no block that the next part needs too."""
-        source, span = run
+    def cut(self, extent: Extent) -> int:
+        """Returns the element at which the last block ends that ends in the extent, or the end of the extent. A part
+        that ends with a block needs no block that the next part needs too."""
+        source, span = extent
         info = self.infos[source]
-        if self._checkpoint.contents.grid(info) != span.grid:  # Its blocks do not have consecutive elements of the run.
+        if self._checkpoint.contents.grid(info) != span.grid:  # Its blocks have other elements in between.
             return span.stop
         if source not in self._starts:
             self._starts[source] = self._checkpoint.contents.stored([info], [self._copies.get(source)], None).start

@@ -35,7 +35,7 @@ _DTYPES = list(TORCH_DTYPES)
 
 
 class _Told(NamedTuple):
-    """What a rank tells all other ranks of its tensors."""
+    """What a rank tells rank 0 of its tensors."""
 
     held: bytes
     """The fragments that the rank holds: a table of int64 numbers with a row for each."""
@@ -82,29 +82,16 @@ class EngineSource:
             tensors = [(name, grid.shape, grid.sections) for name, grid in grids.items()]
             return _Told(held, tensors, dict(inventory.aliases), sorted(unconverted(inventory.extra)))
 
-        of_ranks = [_Told(*told) for told in ranks.share(collect, "collect the weights")]
-        described = {name: (shape, sections) for told in of_ranks for name, shape, sections in told.tensors}
-        self.aliases = {alias: name for told in reversed(of_ranks) for alias, name in told.aliases.items()}
-        kept = {name for told in of_ranks for name in told.kept}
-        numbers = {name: number for number, name in enumerate(described)}
-        tables = []
-        for told in of_ranks:
-            position, *others = np.frombuffer(told.held, np.int64).reshape(-1, 5).T
-            number_at = np.array([numbers[name] for name, *_ in told.tensors or of_ranks[0].tensors], np.int64)
-            tables.append((number_at[position], *others))
-        rank = np.repeat(np.arange(len(tables)), [len(number) for number, *_ in tables])
-        fragment = np.concatenate([np.arange(len(number)) for number, *_ in tables])
-        number, start, stop, copy, dtype_number = map(np.concatenate, zip(*tables, strict=True))
-        order = _one_holder_each(number, start, stop, copy, rank)
-        columns = (number, start, stop, rank, fragment, np.zeros_like(number))
-        self.held = StoredPieces(*(column[order] for column in columns))
+        held, tensors, self.aliases, kept = _Told(*ranks.decide(collect, _joined, "collect the weights"))
+        number, start, stop, rank, fragment, dtype_number = np.frombuffer(held, np.int64).reshape(6, -1)
+        self.held = StoredPieces(number, start, stop, rank, fragment, np.zeros_like(number))
         """The elements of each tensor that each rank holds, as ``plan_exchange`` takes them."""
-        self.grids = [Grid(tuple(shape), _as_tuples(sections)) for shape, sections in described.values()]
+        self.grids = [Grid(tuple(shape), _as_tuples(sections)) for _, shape, sections in tensors]
         """The grid of each tensor."""
         self.sources: dict[str, SourceTensor] = {}
         """The tensors by name, with the dtypes to which they are converted."""
         dtype_numbers = dict(zip(number.tolist(), dtype_number.tolist(), strict=True))
-        for tensor, (name, grid) in enumerate(zip(described, self.grids, strict=True)):
+        for tensor, ((name, *_), grid) in enumerate(zip(tensors, self.grids, strict=True)):
             held_dtype = TORCH_DTYPES[_DTYPES[dtype_numbers[tensor]]]
             target_dtype = dtype if dtype and held_dtype.is_floating_point and name not in kept else held_dtype
             check_cast(held_dtype, target_dtype, name)
@@ -127,6 +114,27 @@ class EngineSource:
         with TemporaryDirectory() as folder:
             write_config(module, kind.__name__, folder)
             yield folder
+
+
+def _joined(of_ranks: Sequence[Sequence[Any]]) -> _Told:
+    """Returns what all ranks have. ``held`` then has the columns of the fragments that together have every element
+    once: the tensor, the start, the stop, the rank, the number of the fragment on this rank, and the dtype."""
+    all_told = [_Told(*told) for told in of_ranks]
+    described = {tensor[0]: tensor for told in all_told for tensor in told.tensors}
+    aliases = {alias: name for told in reversed(all_told) for alias, name in told.aliases.items()}
+    kept = {name for told in all_told for name in told.kept}
+    numbers = {name: number for number, name in enumerate(described)}
+    tables = []
+    for told in all_told:
+        position, *others = np.frombuffer(told.held, np.int64).reshape(-1, 5).T
+        number_at = np.array([numbers[name] for name, *_ in told.tensors or all_told[0].tensors], np.int64)
+        tables.append((number_at[position], *others))
+    rank = np.repeat(np.arange(len(tables)), [len(number) for number, *_ in tables])
+    fragment = np.concatenate([np.arange(len(number)) for number, *_ in tables])
+    number, start, stop, copy, dtype_number = map(np.concatenate, zip(*tables, strict=True))
+    order = _one_holder_each(number, start, stop, copy, rank)
+    held = np.stack((number, start, stop, rank, fragment, dtype_number))[:, order].tobytes()
+    return _Told(held, list(described.values()), aliases, sorted(kept))
 
 
 def _as_tuples(value: Any) -> Any:

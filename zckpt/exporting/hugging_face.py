@@ -23,12 +23,12 @@ from torch.utils._pytree import tree_leaves
 from zckpt.engines.hugging_face import empty_model, write_config
 from zckpt.errors import MismatchError, UnsupportedError, first_few, from_os_error
 from zckpt.exporting.plan import (
-    RUN_BYTES_MIN,
+    EXTENT_BYTES_MIN,
     Conversion,
     ExportPlan,
+    Extent,
     Memory,
     OutputTensor,
-    Run,
     SourceTensor,
     safetensors_files,
     split_into_files,
@@ -81,7 +81,7 @@ def plan_hugging_face(
             small_files["config.json"] = _with_dtype(config, exported)
     if model is None:
         tensors = [
-            OutputTensor(name, tensor.dtype, tensor.shape, (Run(names[name], tensor.all),))
+            OutputTensor(name, tensor.dtype, tensor.shape, (Extent(names[name], tensor.all),))
             for name, tensor in sorted(exported.items(), key=lambda item: _natural(item[0]))
         ]
     else:
@@ -298,7 +298,7 @@ def convert_names(model: Any, names: Mapping[str, str]) -> tuple[list[OutputTens
     views = _Views(state)
     with views:
         outputs: dict[str, torch.Tensor] = revert_weight_conversion(model, dict(state))
-    runs: dict[str, tuple[Run, ...]] = {}
+    extents: dict[str, tuple[Extent, ...]] = {}
     made: dict[str, frozenset[str]] = {}
     for name, tensor in outputs.items():
         source = views.source.get(_storage(tensor))
@@ -306,12 +306,12 @@ def convert_names(model: Any, names: Mapping[str, str]) -> tuple[list[OutputTens
             whole, start = all_of(state[source].shape), int(tensor.storage_offset())
             columns = runs_of_view(tensor.shape, tensor.stride(), start)
             rows = zip(*(column.tolist() for column in columns), strict=True)
-            runs[name] = tuple(Run(names[source], whole.narrow(first, numel)) for first, numel in rows)
+            extents[name] = tuple(Extent(names[source], whole.narrow(first, numel)) for first, numel in rows)
         else:
             made[name] = views.made_of(tensor)
     conversions = _conversions(model, names, state, made, {name: outputs[name].shape for name in made})
     tensors = [
-        OutputTensor(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), runs.get(name), conversions.get(name))
+        OutputTensor(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), extents.get(name), conversions.get(name))
         for name, tensor in outputs.items()
     ]
     copies: dict[str, torch.Tensor] = revert_weight_conversion(model, dict(state))
@@ -322,7 +322,7 @@ def convert_names(model: Any, names: Mapping[str, str]) -> tuple[list[OutputTens
 def _has_long_runs(view: torch.Tensor) -> bool:
     """Returns whether the runs of a view are long enough to read them one by one."""
     count = count_runs(view.shape, view.stride())
-    return count <= 1 or view.nbytes >= RUN_BYTES_MIN * count
+    return count <= 1 or view.nbytes >= EXTENT_BYTES_MIN * count
 
 
 def _conversions(
@@ -365,6 +365,6 @@ def _conversions(
                 hint="load the weights into the model (model.load_state_dict(checkpoint.state_dict())) and call its "
                 "save_pretrained",
             )
-        runs = tuple(Run(names[name], all_of(state[name].shape)) for name in ordered)
-        conversions |= dict.fromkeys(outputs, Conversion(runs, partial(converted, ordered)))
+        extents = tuple(Extent(names[name], all_of(state[name].shape)) for name in ordered)
+        conversions |= dict.fromkeys(outputs, Conversion(extents, partial(converted, ordered)))
     return conversions

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from zckpt.exporting.engine_source import EngineSource
-    from zckpt.exporting.plan import Conversion, OutputFile, Run, SourceTensor
+    from zckpt.exporting.plan import Conversion, Extent, OutputFile, SourceTensor
     from zckpt.geometry import Ints
     from zckpt.progress import Progress
     from zckpt.ranks.collectives import Ranks
@@ -50,8 +50,8 @@ _MESSAGE_ALIGNMENT_BYTES = 8
 class Shares:
     """The distribution of the files over the ranks. It is equal on every rank.
 
-    A room is memory of the rank that does a conversion. The elements that the conversion takes are sent to it, one run
-    after the other, as if the room were one more file that the rank writes.
+    A room is memory of the rank that does a conversion. The elements that the conversion takes are sent to it, one
+    extent after the other, as if the room were one more file that the rank writes.
     """
 
     slices: SlicedFiles
@@ -80,13 +80,13 @@ def share_files(
     # The numbers of the writers are far apart, so that the writers are on different machines if there are several.
     writer = [number * ranks // writers for number in shared_out(file_bytes, writers)]
     item_bytes = {name: TORCH_DTYPES[source.dtype].itemsize for name, source in sources.items()}
-    places: list[tuple[int, int, Run]] = []
-    """The number of a file, the byte of the file at which a run begins, and the run."""
+    places: list[tuple[int, int, Extent]] = []
+    """The number of a file, the byte of the file at which an extent begins, and the extent."""
     for number, file in enumerate(files):
         for offset, tensor in file.tensors.items():
-            for run in tensor.runs or ():
-                places.append((number, offset, run))
-                offset += run.span.numel * item_bytes[run.source]
+            for extent in tensor.extents or ():
+                places.append((number, offset, extent))
+                offset += extent.span.numel * item_bytes[extent.source]
     converting_ranks: dict[Conversion, set[int]] = {}
     for number, file in enumerate(files):
         for conversion in file.conversions:
@@ -95,9 +95,9 @@ def share_files(
     for conversion, of_conversion in converting_ranks.items():
         for rank in sorted(of_conversion):
             room_bytes = 0
-            for run, offset in room_places(conversion, sources):
-                places.append((len(writer), offset, run))
-                room_bytes = offset + run.span.numel * item_bytes[run.source]
+            for extent, offset in room_places(conversion, sources):
+                places.append((len(writer), offset, extent))
+                room_bytes = offset + extent.span.numel * item_bytes[extent.source]
             rooms[len(writer)] = conversion
             writer.append(rank)
             file_bytes.append(room_bytes)
@@ -112,12 +112,12 @@ def share_files(
     return Shares(slices, rooms, wanted, list(item_bytes.values()))
 
 
-def room_places(conversion: Conversion, sources: Mapping[str, SourceTensor]) -> list[tuple[Run, int]]:
-    """Returns the runs that a conversion takes, and the byte of the room at which each begins."""
+def room_places(conversion: Conversion, sources: Mapping[str, SourceTensor]) -> list[tuple[Extent, int]]:
+    """Returns the extents that a conversion takes, and the byte of the room at which each begins."""
     places, offset = [], 0
-    for run in conversion.sources:
-        places.append((run, offset))
-        nbytes = run.span.numel * TORCH_DTYPES[sources[run.source].dtype].itemsize
+    for extent in conversion.sources:
+        places.append((extent, offset))
+        nbytes = extent.span.numel * TORCH_DTYPES[sources[extent.source].dtype].itemsize
         offset += -(-nbytes // _MESSAGE_ALIGNMENT_BYTES) * _MESSAGE_ALIGNMENT_BYTES
     return places
 
@@ -134,7 +134,11 @@ def write_from_ranks(
     ``sources`` have to be equal on all ranks. ``sources``: all tensors of ``engine``, in the same order, with the
     dtypes to which they are converted. Afterwards the content of the files is durable, but their names are not yet.
     Raises StorageError, and RankError if another rank has failed."""
-    smallest_budget = min(ranks.share(lambda: engine.budget.serving(store).nbytes, "compare the budgets"))
+
+    def smallest(budgets: list[int]) -> int:
+        return min(budgets)
+
+    smallest_budget = ranks.decide(lambda: engine.budget.serving(store).nbytes, smallest, "compare the budgets")
 
     def prepare() -> _RankExport:
         shares = share_files(files, sources, ranks.size, smallest_budget)
@@ -196,7 +200,7 @@ class _RankExport:
         self._arriving = [
             _joined(
                 [(offset, offset + len(known)) for offset, known in file.known.items()]
-                + [(offset, offset + each.nbytes) for offset, each in file.tensors.items() if each.runs is not None]
+                + [(offset, offset + each.nbytes) for offset, each in file.tensors.items() if each.extents is not None]
             )
             for file in files
         ]
@@ -295,9 +299,9 @@ class _RankExport:
 
     def _convert(self, conversion: Conversion, room: torch.Tensor) -> None:
         elements = []
-        for run, first in room_places(conversion, self._sources):
-            dtype = self._dtypes[run.source]
-            elements.append(room[first : first + run.span.numel * dtype.itemsize].view(dtype))
+        for extent, first in room_places(conversion, self._sources):
+            dtype = self._dtypes[extent.source]
+            elements.append(room[first : first + extent.span.numel * dtype.itemsize].view(dtype))
         converted = conversion.convert(elements)
         staging = host_pool(SLICE_BYTES_MIN)
         with staging.work():

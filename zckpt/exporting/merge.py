@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from zckpt.errors import MismatchError, UnsupportedError, first_few
 from zckpt.exporting.adapter import MODEL, SETTINGS
-from zckpt.exporting.plan import Conversion, OutputTensor, Run
+from zckpt.exporting.plan import Conversion, Extent, OutputTensor
 from zckpt.format.dtypes import ITEM_BYTES
 from zckpt.transfer.torch_dtypes import TORCH_DTYPES
 
@@ -252,43 +252,44 @@ class _Merging:
     def parts(self, offset: int, tensor: OutputTensor) -> Iterator[tuple[int, OutputTensor]]:
         """Yields the parts of a tensor that begins at ``offset`` in its file, and the offset at which each begins."""
         conversion = tensor.conversion
-        if tensor.runs is not None:
-            names = tuple(dict.fromkeys(run.source for run in tensor.runs))
+        if tensor.extents is not None:
+            names = tuple(dict.fromkeys(extent.source for extent in tensor.extents))
             if self.merges.keys().isdisjoint(names):
                 yield offset, tensor
                 return
-            if tensor.runs == (self._whole(names[0]),):
+            if tensor.extents == (self._whole(names[0]),):
                 yield from self._slices(offset, tensor, names[0])
                 return
-            conversion = Conversion(tuple(map(self._whole, names)), partial(_joined, tensor.name, tensor.runs, names))
-        assert conversion is not None, "a tensor without runs has a conversion"
+            join = partial(_joined, tensor.name, tensor.extents, names)
+            conversion = Conversion(tuple(map(self._whole, names)), join)
+        assert conversion is not None, "a tensor without extents has a conversion"
         if conversion not in self.conversions:
-            names = tuple(run.source for run in conversion.sources)
+            names = tuple(extent.source for extent in conversion.sources)
             inputs = (name for source in names if source in self.merges for name in self.merges[source].inputs)
             self.conversions[conversion] = Conversion(
                 (*conversion.sources, *map(self._whole, inputs)), partial(self._convert, conversion)
             )
-        yield offset, replace(tensor, runs=None, conversion=self.conversions[conversion])
+        yield offset, replace(tensor, extents=None, conversion=self.conversions[conversion])
 
-    def _whole(self, name: str) -> Run:
-        return Run(name, self.sources[name].all)
+    def _whole(self, name: str) -> Extent:
+        return Extent(name, self.sources[name].all)
 
-    def _rows(self, base: str) -> Iterator[tuple[int, Run]]:
+    def _rows(self, base: str) -> Iterator[tuple[int, Extent]]:
         """Yields the rows of the weight ``base`` that are merged at a time: the number of the first one, and their
         elements."""
         count, *row = self.sources[base].shape
         rows, row_numel = self.merges[base].rows(self.sources[base].shape), math.prod(row)
         whole = self.sources[base].all
         for first in range(0, count, rows):
-            yield first, Run(base, whole.narrow(first * row_numel, (min(first + rows, count) - first) * row_numel))
+            yield first, Extent(base, whole.narrow(first * row_numel, (min(first + rows, count) - first) * row_numel))
 
     def _slices(self, offset: int, tensor: OutputTensor, base: str) -> Iterator[tuple[int, OutputTensor]]:
         """Yields the parts of a tensor that consists of the merged weight ``base``."""
         inputs = tuple(map(self._whole, self.merges[base].inputs))
-        for first, run in self._rows(base):
-            conversion = Conversion((run, *inputs), partial(self._part, tensor.name, base, first))
-            part = OutputTensor(tensor.name, tensor.dtype, (run.span.numel,), None, conversion)
-            yield offset + run.span.start * ITEM_BYTES[tensor.dtype], part
+        for first, extent in self._rows(base):
+            conversion = Conversion((extent, *inputs), partial(self._part, tensor.name, base, first))
+            part = OutputTensor(tensor.name, tensor.dtype, (extent.span.numel,), None, conversion)
+            yield offset + extent.span.start * ITEM_BYTES[tensor.dtype], part
 
     def _part(self, name: str, base: str, first: int, elements: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         """Returns some rows of the merged weight ``base``, by ``name``. ``first``: the number of the first of them.
@@ -308,7 +309,8 @@ class _Merging:
             if base in self.merges:
                 inputs = [next(rest) for _ in self.merges[base].inputs]
                 parts = [
-                    self._part(base, base, first, [run.of(flat), *inputs])[base] for first, run in self._rows(base)
+                    self._part(base, base, first, [extent.of(flat), *inputs])[base]
+                    for first, extent in self._rows(base)
                 ]
                 flat = torch.cat(parts)
             given.append(flat)
@@ -316,8 +318,8 @@ class _Merging:
 
 
 def _joined(
-    name: str, runs: Sequence[Run], sources: Sequence[str], elements: Sequence[torch.Tensor]
+    name: str, extents: Sequence[Extent], sources: Sequence[str], elements: Sequence[torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Joins the runs of a tensor. ``elements``: all elements of the tensors ``sources``."""
+    """Joins the extents of a tensor. ``elements``: all elements of the tensors ``sources``."""
     whole = dict(zip(sources, elements, strict=True))
-    return {name: torch.cat([run.of(whole[run.source]) for run in runs])}
+    return {name: torch.cat([extent.of(whole[extent.source]) for extent in extents])}

@@ -21,7 +21,7 @@ from zckpt.storage import files
 from zckpt.storage.local_store import make_directories
 from zckpt.storage.location import Location
 from zckpt.storage.lock import WriteLock
-from zckpt.storage.process_names import remove_left_over, temporary
+from zckpt.storage.process_names import own_temporary, remove_left_over
 from zckpt.storage.schemes import open_store
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class Place(NamedTuple):
         path = str(location)
         if os.path.islink(path):
             path = os.path.realpath(path)
-        place = cls.of(path, path if location.scheme else temporary(path), what, overwrite, patterns, marks, [], [])
+        place = cls.of(path, path if location.scheme else own_temporary(path), what, overwrite, patterns, marks, [], [])
         place.check()
         return place
 

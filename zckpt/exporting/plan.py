@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
     from zckpt.geometry import Span
 
-RUN_BYTES_MIN = 4096
-"""The fewest bytes of a run, on average. A tensor with shorter runs is converted as a whole, because reading such short
-runs takes longer."""
+EXTENT_BYTES_MIN = 4096
+"""The fewest bytes of an extent, on average. A tensor with shorter extents is converted as a whole, because reading
+such short extents takes longer."""
 _ORDER = (
     "BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "I16", "U16", "F16", "BF16", "I32", "U32", "F32", "C64", "F64", "I64",
     "U64",
@@ -53,8 +53,8 @@ class SourceTensor(NamedTuple):
         return self.all.numel
 
 
-class Run(NamedTuple):
-    """A run of adjacent elements of a source tensor."""
+class Extent(NamedTuple):
+    """Adjacent elements of a source tensor."""
 
     source: str
     """The name of the source tensor."""
@@ -62,7 +62,7 @@ class Run(NamedTuple):
     """The elements."""
 
     def of(self, source: torch.Tensor) -> torch.Tensor:
-        """Returns the elements of the run. ``source``: all elements of the source tensor, as a 1-D tensor."""
+        """Returns the elements of the extent. ``source``: all elements of the source tensor, as a 1-D tensor."""
         return source[self.span.start : self.span.stop]
 
 
@@ -85,8 +85,8 @@ class OutputTensor:
     """Safetensors' name of the dtype."""
     shape: tuple[int, ...]
     """The shape of the tensor."""
-    runs: tuple[Run, ...] | None
-    """The runs whose elements make up the tensor, in their order. None means that ``conversion`` makes the tensor."""
+    extents: tuple[Extent, ...] | None
+    """The extents whose elements make up the tensor, in order. None means that ``conversion`` makes the tensor."""
     conversion: Conversion | None = None
     """The conversion that makes the tensor, under its name."""
 
@@ -100,10 +100,10 @@ class OutputTensor:
 class Conversion:
     """A computation that makes tensors, or parts of tensors, from elements that are in memory at the same time."""
 
-    sources: tuple[Run, ...]
+    sources: tuple[Extent, ...]
     """The elements that are read."""
     convert: Callable[[Sequence[torch.Tensor]], Mapping[str, torch.Tensor]]
-    """A function that takes the elements of each run as a 1-D tensor, and returns the outputs by name. It does not
+    """A function that takes the elements of each extent as a 1-D tensor, and returns the outputs by name. It does not
     change these tensors, and it may return other tensors too."""
 
 
@@ -217,7 +217,7 @@ class WindowPart(NamedTuple):
 
     offset: int
     """The byte of the window at which the part begins."""
-    content: bytes | Run
+    content: bytes | Extent
     """The bytes of the part, or the elements of a source tensor that make it up."""
     dtype: str = "U8"
     """Safetensors' name of the dtype in which elements are written."""
@@ -243,13 +243,13 @@ class Window:
 
 
 def windows(
-    file: OutputFile, bytes_max: int, cut: Callable[[Run], int] = lambda run: run.span.stop
+    file: OutputFile, bytes_max: int, cut: Callable[[Extent], int] = lambda extent: extent.span.stop
 ) -> Iterator[Window]:
     """Yields the windows of a file, which have at most ``bytes_max`` bytes, in their order. Tensors that conversions
     make are left out. Only a tensor that is larger than a window is cut.
 
-    ``cut(run)``: returns the element of a source tensor at which it is best to end a part. The elements of ``run``
-    would fill the window. The result has to be one of them after the first one, or the end of the span.
+    ``cut(extent)``: returns the element of a source tensor at which it is best to end a part. The elements of
+    ``extent`` would fill the window. The result has to be one of them after the first one, or the end of the span.
     """
     parts: list[WindowPart] = []
     first = stop = 0
@@ -275,15 +275,15 @@ def windows(
                 stop = begin + min(start + bytes_max, nbytes)
             continue
         item = ITEM_BYTES[content.dtype]
-        for source, span in content.runs or ():
+        for source, span in content.extents or ():
             while span.numel:
                 if stop - first + item > bytes_max:
                     yield from take()
                     first = stop
                 part = span.narrow(0, min(span.numel, (bytes_max - (stop - first)) // item))
                 if part.numel < span.numel:
-                    part = part.narrow(0, cut(Run(source, part)) - part.start)
-                parts.append(WindowPart(stop - first, Run(source, part), content.dtype))
+                    part = part.narrow(0, cut(Extent(source, part)) - part.start)
+                parts.append(WindowPart(stop - first, Extent(source, part), content.dtype))
                 stop += part.numel * item
                 if part.numel < span.numel:
                     yield from take()

@@ -18,7 +18,7 @@ def everything(sources: Iterable[str], aliases: Mapping[str, str]) -> dict[str, 
     return names | {alias: name for alias, name in aliases.items() if name in names}
 
 
-def below(names: Mapping[str, str], prefix: str) -> dict[str, str]:
+def with_prefix(names: Mapping[str, str], prefix: str) -> dict[str, str]:
     """Returns the tensors whose names begin with ``prefix``, without this prefix. Raises KeyNotFoundError if there are
     none."""
     selected = {name.removeprefix(prefix): source for name, source in names.items() if name.startswith(prefix)}

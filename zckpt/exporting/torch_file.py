@@ -15,7 +15,7 @@ from typing import IO, TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 
-from zckpt.exporting.plan import ExportPlan, OutputFile, OutputTensor, Run
+from zckpt.exporting.plan import ExportPlan, Extent, OutputFile, OutputTensor
 from zckpt.geometry import all_of
 from zckpt.transfer.memory import host_bytes
 from zckpt.transfer.torch_dtypes import DTYPE_NAMES, TORCH_DTYPES
@@ -34,11 +34,11 @@ class Storage:
     """The dtype of the elements."""
     numel: int
     """The number of elements."""
-    runs: Mapping[int, Run] = field(default_factory=dict)
-    """The runs of the source that are written to the storage, by the element of the storage at which each begins. All
-    other elements are zero."""
+    extents: Mapping[int, Extent] = field(default_factory=dict)
+    """The extents of the source that are written to the storage, by the element of the storage at which each begins.
+    All other elements are zero."""
     values: bytes | None = None
-    """The bytes of all elements, if they are known already. There are no ``runs`` then."""
+    """The bytes of all elements, if they are known already. There are no ``extents`` then."""
 
     @property
     def nbytes(self) -> int:
@@ -73,7 +73,7 @@ def plan_torch_file(names: Mapping[str, str], sources: Mapping[str, SourceTensor
     tied weight has all of its names, which share its memory. ``names``: maps the names of the tensors to their names in
     ``sources``. ``file``: the name of the file."""
     views = {
-        source: View(Storage(TORCH_DTYPES[tensor.dtype], tensor.numel, {0: Run(source, tensor.all)}), tensor.shape)
+        source: View(Storage(TORCH_DTYPES[tensor.dtype], tensor.numel, {0: Extent(source, tensor.all)}), tensor.shape)
         for source, tensor in sources.items()
     }
     return ExportPlan((torch_file(file, {name: views[source] for name, source in names.items()}),))
@@ -101,12 +101,13 @@ def torch_file(name: str, tree: object) -> OutputFile:
     left_out = [storage for storage in pickler.storages if storage.values is None and storage.nbytes]
     for begin, storage in zip(file.gaps, left_out, strict=True):
         dtype, stop = DTYPE_NAMES[storage.dtype], 0
-        for start, run in sorted({**storage.runs, storage.numel: Run("", all_of((0,)))}.items()):
+        for start, extent in sorted({**storage.extents, storage.numel: Extent("", all_of((0,)))}.items()):
             if stop < start:
                 known[begin + stop * storage.dtype.itemsize] = bytes((start - stop) * storage.dtype.itemsize)
-            numel = run.span.numel
+            numel = extent.span.numel
             if numel:
-                tensors[begin + start * storage.dtype.itemsize] = OutputTensor(run.source, dtype, (numel,), (run,))
+                tensor = OutputTensor(extent.source, dtype, (numel,), (extent,))
+                tensors[begin + start * storage.dtype.itemsize] = tensor
             stop = start + numel
     return OutputFile(name, file.nbytes, known, tensors)
 

@@ -12,6 +12,7 @@ from zckpt.exporting.plan import windows
 from zckpt.storage.buffers import PAGE_BYTES
 from zckpt.transfer.memory import fresh_tensor, host_bytes
 from zckpt.transfer.staging import host_pool
+from zckpt.transfer.tasks import run_tasks
 from zckpt.transfer.torch_dtypes import TORCH_DTYPES
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from zckpt.exporting.plan import Conversion, OutputFile, Run, SourceTensor, Window
+    from zckpt.exporting.plan import Conversion, Extent, OutputFile, SourceTensor, Window
     from zckpt.storage.buffers import Bytes
     from zckpt.storage.contract import Store, Writer
     from zckpt.transfer.budget import Budget
@@ -32,10 +33,10 @@ WINDOW_BYTES_MAX = 16 << 20
 class Filler(Protocol):
     """A source of tensors. Several threads may call it at the same time."""
 
-    def fill(self, targets: Sequence[tuple[Run, torch.Tensor]]) -> None:
-        """Fills 1-D tensors in host memory, each with the elements of a run, which are converted to its dtype."""
+    def fill(self, targets: Sequence[tuple[Extent, torch.Tensor]]) -> None:
+        """Fills 1-D tensors in host memory, each with the elements of an extent, which are converted to its dtype."""
 
-    def cut(self, run: Run) -> int:
+    def cut(self, extent: Extent) -> int:
         """Returns the element at which it is best to end a part, as the argument ``cut`` of
         ``zckpt.exporting.plan.windows``."""
 
@@ -76,8 +77,8 @@ def write_files(
                 yield new_file.done
 
         with staging.work():
-            budget.run(tasks())
-            elements: dict[Run, torch.Tensor] = {}
+            run_tasks(tasks(), budget.threads)
+            elements: dict[Extent, torch.Tensor] = {}
             for conversion, made_places in places.items():
                 converted = _convert(conversion, elements, sources, filler)
                 for new_file, offset, name in made_places:
@@ -137,29 +138,30 @@ def _put(new_file: NewFile, window: Window, filler: Filler, staging: StagingPool
 
 def _convert(
     conversion: Conversion,
-    elements: dict[Run, torch.Tensor],
+    elements: dict[Extent, torch.Tensor],
     sources: Mapping[str, SourceTensor],
     filler: Filler,
 ) -> dict[str, torch.Tensor]:
     """Returns what the conversion makes. Afterwards, ``elements`` holds the elements that it takes and no others. What
     ``elements`` holds before, as the last conversion has taken it too, is not read again."""
-    for run in set(elements).difference(conversion.sources):
-        del elements[run]
-    new = [run for run in dict.fromkeys(conversion.sources) if run not in elements]
-    for run in new:
-        elements[run] = fresh_tensor((run.span.numel,), TORCH_DTYPES[sources[run.source].dtype], "cpu")
-    filler.fill([(run, elements[run]) for run in new])
-    return dict(conversion.convert([elements[run] for run in conversion.sources]))
+    for extent in set(elements).difference(conversion.sources):
+        del elements[extent]
+    new = [extent for extent in dict.fromkeys(conversion.sources) if extent not in elements]
+    for extent in new:
+        elements[extent] = fresh_tensor((extent.span.numel,), TORCH_DTYPES[sources[extent.source].dtype], "cpu")
+    filler.fill([(extent, elements[extent]) for extent in new])
+    return dict(conversion.convert([elements[extent] for extent in conversion.sources]))
 
 
 def put_whole(writer: Writer, offset: int, tensor: torch.Tensor, budget: Budget, staging: StagingPool) -> None:
     """Writes a tensor that is in host memory as a whole to the file, from the byte ``offset`` on. This must be called
     within ``staging.work``."""
     data = host_bytes(tensor.contiguous())
-    budget.run(
+    tasks = (
         partial(_put_bytes, writer, data[start : start + staging.batch_bytes], offset + start, staging)
         for start in range(0, len(data), staging.batch_bytes)
     )
+    run_tasks(tasks, budget.threads)
 
 
 def _put_bytes(writer: Writer, data: Bytes, offset: int, staging: StagingPool) -> None:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from zckpt.geometry import Sections
 
     EntryFields = tuple[str, str, tuple[int, ...], int, int]
-    """The fields of an ``Entry``. A file may have very many entries, so no object of a class is made for each."""
+    """The fields of a ``HeaderEntry``. A file may have very many entries, so no object of a class is made for each."""
 
 LENGTH_BYTES = 8
 """The size of the first field of a data file, which has the length of the header text."""
@@ -65,7 +65,7 @@ class DataFileId:
         return names.data_file_path(self.save_id, self.rank, self.part, self.tier)
 
 
-class Entry(NamedTuple):
+class HeaderEntry(NamedTuple):
     """One entry of a safetensors header: a piece of a tensor, or a filler."""
 
     name: str
@@ -92,7 +92,7 @@ class Header:
 
     data_file: DataFileId
     """The data file that the header belongs to."""
-    entries: tuple[Entry, ...]
+    entries: tuple[HeaderEntry, ...]
     """The entries of the data file, in the order of their bytes."""
     shapes: Mapping[str, tuple[int, ...]]
     """The whole shape of each tensor of which the data file has a partial piece, by the name of the tensor."""
@@ -102,12 +102,12 @@ class Header:
     data_start: int
     """The byte of the file at which the data begin."""
 
-    def whole_shape(self, entry: Entry) -> tuple[int, ...]:
+    def whole_shape(self, entry: HeaderEntry) -> tuple[int, ...]:
         """Returns the shape of the whole tensor that ``entry`` is a piece of."""
         split = names.split_piece_name(entry.name)
         return entry.shape if split is None else self.shapes[split[0]]
 
-    def grid(self, entry: Entry) -> Grid:
+    def grid(self, entry: HeaderEntry) -> Grid:
         """Returns the grid of the tensor that ``entry`` is a piece of."""
         split = names.split_piece_name(entry.name)
         return Grid(self.whole_shape(entry), self.sections.get(entry.name if split is None else split[0], ()))
@@ -336,7 +336,7 @@ def is_shape(shape: object) -> bool:
     return product <= TENSOR_BYTES_MAX
 
 
-def _entry(name: str, value: object, file: str) -> Entry:
+def _entry(name: str, value: object, file: str) -> HeaderEntry:
     """Returns an entry of a header from its JSON. Raises FormatError (S004)."""
     if not (isinstance(value, dict) and value.keys() == {"dtype", "shape", "data_offsets"}):
         raise broken("S004", f"entry {name!r} does not have exactly dtype, shape and data_offsets", file=file)
@@ -352,10 +352,10 @@ def _entry(name: str, value: object, file: str) -> Entry:
         and offsets[1] - offsets[0] == math.prod(shape) * ITEM_BYTES[dtype]
     ):
         raise broken("S004", f"entry {name!r}: {dtype} {shape} does not fill {reprlib.repr(offsets)}", file=file)
-    return Entry(name, dtype, tuple(shape), offsets[0], offsets[1] - offsets[0])
+    return HeaderEntry(name, dtype, tuple(shape), offsets[0], offsets[1] - offsets[0])
 
 
-def _check_tiling(entries: list[Entry], data_bytes: int, file: str) -> None:
+def _check_tiling(entries: list[HeaderEntry], data_bytes: int, file: str) -> None:
     """Raises FormatError (S005) unless the entries, in the order of their offsets, tile the data."""
     stop = 0
     for entry in entries:
@@ -366,7 +366,7 @@ def _check_tiling(entries: list[Entry], data_bytes: int, file: str) -> None:
         raise broken("S005", f"the entries end at {stop} of {data_bytes} data bytes", file=file)
 
 
-def _check_piece(entry: Entry, shapes: Mapping[str, tuple[int, ...]], file: str) -> None:
+def _check_piece(entry: HeaderEntry, shapes: Mapping[str, tuple[int, ...]], file: str) -> None:
     """Raises FormatError (S004, S006, S008, N001, N002) if the name of an entry does not suit its offset, dtype or
     shape."""
     if entry.is_filler:

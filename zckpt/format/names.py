@@ -148,8 +148,8 @@ def is_data_dir(name: str) -> bool:
 
 
 def temporary(of: str, digits: str) -> str:
-    """Returns the name of a temporary file that is to replace the file ``of``. Eight hexadecimal ``digits`` make it
-    unique."""
+    """Returns the name of a temporary file that is to replace the file ``of``. ``digits`` make it unique. In a
+    checkpoint and in a run, these are eight hexadecimal digits."""
     return f"{of}.{digits}.tmp"
 
 

@@ -26,7 +26,7 @@ from zckpt.format.names import Tier
 from zckpt.format.rules import broken
 from zckpt.geometry import ragged
 from zckpt.listing.files import digest_counts
-from zckpt.plan.catalog import run_of, tensor_counts
+from zckpt.plan.catalog import run_id_of, tensor_counts
 from zckpt.plan.reshard import FilePieces, StoredPieces, choose_copies
 from zckpt.plan.select import Keys, nearest, select
 from zckpt.state.inventory import STATE
@@ -268,7 +268,7 @@ class Contents(Mapping[str, TensorInfo]):
             return recorded
         partial = "copied_from" in self.manifest.writer  # so does the writer of every copy of some tensors
         use = judged(tensors, root.get("engine"), left_out=self.left_out, partial=partial)
-        return Lineage(run_of(self.manifest), use)
+        return Lineage(run_id_of(self.manifest), use)
 
     @cached_property
     def machines(self) -> tuple[Machine, ...]:

@@ -31,7 +31,7 @@ FSDP_MODEL, FSDP_OPTIMIZER = "pytorch_model_fsdp_", "optimizer_"
 """The names that Accelerate gives to the directories of an FSDP2 model, followed by the number of the model."""
 
 
-class Kind(Enum):
+class DirectoryKind(Enum):
     """What a directory of one checkpoint is."""
 
     UNFINISHED = "not whole: it is being written, or its writer has died, or something of it is missing or cut off"
@@ -40,23 +40,23 @@ class Kind(Enum):
     FOREIGN = "not zckpt's: the framework has saved the state itself, so it can resume from it"
 
 
-RESUMABLE = (Kind.FULL, Kind.FOREIGN)
+RESUMABLE = (DirectoryKind.FULL, DirectoryKind.FOREIGN)
 
 
-def kind_of(folder: str) -> Kind:
+def kind_of(folder: str) -> DirectoryKind:
     """Returns what the directory is, as far as that can be told without reading a tensor. The file
     ``trainer_state.json`` is the last one that Trainer writes on rank 0."""
     if not _is_json(os.path.join(folder, TRAINER_STATE)):
-        return Kind.UNFINISHED
+        return DirectoryKind.UNFINISHED
     if not is_zckpts(folder):
-        return Kind.FOREIGN if _is_resumable(os.listdir(folder)) else Kind.UNFINISHED
+        return DirectoryKind.FOREIGN if _is_resumable(os.listdir(folder)) else DirectoryKind.UNFINISHED
     is_fsdp = os.path.isdir(os.path.join(folder, f"{FSDP_MODEL}0"))
     try:
         contents = if_whole(open_store(os.path.join(folder, f"{FSDP_OPTIMIZER}0")) if is_fsdp else find(folder))
     except ZckptError:
         contents = None
     if contents is None:
-        return Kind.UNFINISHED
+        return DirectoryKind.UNFINISHED
     ranks = contents.manifest.world_size
     of_ranks = [rng_file(rank, ranks) for rank in range(ranks)]
     engine = contents.plain_state.get("engine")
@@ -67,8 +67,8 @@ def kind_of(folder: str) -> Kind:
     if not {*expected, SCHEDULER}.isdisjoint(os.listdir(folder)) and not all(
         zipfile.is_zipfile(os.path.join(folder, name)) for name in expected
     ):
-        return Kind.UNFINISHED
-    return Kind.FULL if contents.lineage.use is Use.RESUME else Kind.WEIGHTS
+        return DirectoryKind.UNFINISHED
+    return DirectoryKind.FULL if contents.lineage.use is Use.RESUME else DirectoryKind.WEIGHTS
 
 
 def _is_resumable(entries: Sequence[str]) -> bool:
@@ -97,19 +97,19 @@ def last_checkpoint(output_dir: str) -> str | None:
     with None a script would begin anew."""
     steps = sorted(int(name.rpartition("-")[2]) for name in os.listdir(output_dir) if is_of_trainer(name))
     folders = [os.path.join(output_dir, f"checkpoint-{step}") for step in steps]
-    return last_of_kinds(folders, RESUMABLE) or last_of_kinds(folders, (Kind.WEIGHTS,))
+    return last_of_kinds(folders, RESUMABLE) or last_of_kinds(folders, (DirectoryKind.WEIGHTS,))
 
 
-def last_of_kinds(folders: Sequence[str], kinds: Collection[Kind]) -> str | None:
+def last_of_kinds(folders: Sequence[str], kinds: Collection[DirectoryKind]) -> str | None:
     """Returns the last of these directories that is of one of the kinds, or None."""
     return next((folder for folder in reversed(folders) if os.path.isdir(folder) and kind_of(folder) in kinds), None)
 
 
-def kind_of_models(folder: str) -> Kind:
+def kind_of_models(folder: str) -> DirectoryKind:
     """Returns what a directory of Accelerate is, which has a checkpoint for each model."""
     # The states of the random generators are the last files that Accelerate writes.
     if not any(name.startswith("random_states_") for name in os.listdir(folder)):
-        return Kind.UNFINISHED
+        return DirectoryKind.UNFINISHED
     stores = {store.location.name: store for store, entries in directories(open_store(folder)) if is_begun(entries)}
     models = [
         if_whole(store)
@@ -118,10 +118,14 @@ def kind_of_models(folder: str) -> Kind:
         if not (name.startswith(FSDP_MODEL) and name.replace(FSDP_MODEL, FSDP_OPTIMIZER) in stores)
     ]
     if not models:
-        return Kind.FOREIGN if any(Path(folder).glob("**/*optim*")) else Kind.UNFINISHED
+        return DirectoryKind.FOREIGN if any(Path(folder).glob("**/*optim*")) else DirectoryKind.UNFINISHED
     if None in models:
-        return Kind.UNFINISHED
-    return Kind.FULL if all(model and model.lineage.use is Use.RESUME for model in models) else Kind.WEIGHTS
+        return DirectoryKind.UNFINISHED
+    return (
+        DirectoryKind.FULL
+        if all(model and model.lineage.use is Use.RESUME for model in models)
+        else DirectoryKind.WEIGHTS
+    )
 
 
 def is_last_to_resume(folder: str) -> bool:
@@ -144,14 +148,14 @@ def is_last_to_resume(folder: str) -> bool:
 
 
 def superseded(
-    folders: Sequence[str], limit: int, best: str | None, kind_of: Callable[[str], Kind] = kind_of
+    folders: Sequence[str], limit: int, best: str | None, kind_of: Callable[[str], DirectoryKind] = kind_of
 ) -> list[str]:
     """Returns which of these directories, given from the oldest to the newest, are to be removed if ``limit`` of them
     may stay. The newest one and the best one always stay, as with Trainer alone. The newest one from which training can
     go on stays too. A directory that is not whole is removed first, unless somebody is writing there. If no directory
     is whole, none is removed."""
     kinds = {folder: kind_of(folder) for folder in reversed(folders)}
-    whole = [folder for folder, kind in kinds.items() if kind is not Kind.UNFINISHED]
+    whole = [folder for folder, kind in kinds.items() if kind is not DirectoryKind.UNFINISHED]
     if not whole:
         return []
     resumable = [folder for folder, kind in kinds.items() if kind in RESUMABLE]

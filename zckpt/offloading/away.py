@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from zckpt.engines.contract import EngineAdapter, Use
+    from zckpt.engines.contract import EngineAdapter, UsingMethod
     from zckpt.state.inventory import Fragment, Holding
     from zckpt.storage.scratch import ScratchRange
     from zckpt.transfer.budget import Budget
@@ -167,7 +167,7 @@ class Away:
     """What this rank has moved from the memory of one engine to disk. ``parts`` and ``lost`` are the same on all
     ranks."""
 
-    def __init__(self, engine: object, uses: Iterable[Use]) -> None:
+    def __init__(self, engine: object, uses: Iterable[UsingMethod]) -> None:
         """``uses`` are the calls of the engine that use the state."""
         self.parts: frozenset[str] = frozenset()
         """The parts that are on disk on any rank."""

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False)
-class Saved:
+class SavedStorages:
     """A scratch file that has whole storages of the same parts, each as a tensor of bytes, and the digests of its
     blocks."""
 
@@ -65,7 +65,7 @@ class Moved:
     pinned: bool
     workspace: bool = False
     """Whether nobody needs the values of the storage. Then it is not written, and gets fresh memory later."""
-    saved: Saved | None = field(default=None, init=False)
+    saved: SavedStorages | None = field(default=None, init=False)
     number: int = field(default=0, init=False)
     """The position of the storage among the pieces of the scratch file."""
     memory: torch.Tensor | None = field(default=None, init=False)
@@ -132,7 +132,7 @@ def write_out(
     for data_file in data_files:
         first = data_file.first_block * DIGEST_BYTES
         digests = table[first : first + data_file.blocks * DIGEST_BYTES]
-        saved = Saved(store.files[data_file.id.path], data_file, digests)
+        saved = SavedStorages(store.files[data_file.id.path], data_file, digests)
         for number, fragment in enumerate(data_file.fragments):
             record = moved[int(fragment.name)]
             record.saved, record.number = saved, number
@@ -144,7 +144,7 @@ def unchanged(moved: Sequence[Moved], budget: Budget) -> list[Moved]:
     written = [record for record in moved if record.saved is not None]
     if not written:
         return [*moved]
-    files: dict[Saved, list[Fragment]] = {}
+    files: dict[SavedStorages, list[Fragment]] = {}
     for record in written:
         assert record.saved is not None
         fragments = files.setdefault(record.saved, [*record.saved.data_file.fragments])
@@ -168,7 +168,7 @@ def read_back(moved: Sequence[Moved], budget: Budget, *, verify: bool) -> list[t
     if not tensors:
         return memory
     moved = [record for record in moved if not record.workspace]
-    files: dict[Saved, int] = {}
+    files: dict[SavedStorages, int] = {}
     rows = []
     for record in moved:
         assert record.saved is not None

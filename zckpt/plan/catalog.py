@@ -335,7 +335,7 @@ class SaveMetadata:
     """The packed root tree, without the lineage."""
     writer: Mapping[str, str]
     lineage: Lineage | None = None
-    """The lineage that is added to the root tree. If its ``run`` is empty, ``run_of`` decides about it."""
+    """The lineage that is added to the root tree. If its ``run_id`` is empty, ``run_id_of`` decides about it."""
     machines: Sequence[Mapping[str, object]] = ()
     """The machines of which each has only the files of its own ranks, for the root tree. Empty if there is one."""
 
@@ -410,7 +410,7 @@ def _encoded(rank_records: Sequence[RankRecord], save_id: str, metadata: SaveMet
         writer=metadata.writer,
     )
     if metadata.lineage is not None:
-        lineage = metadata.lineage if metadata.lineage.run_id else replace(metadata.lineage, run_id=run_of(manifest))
+        lineage = metadata.lineage if metadata.lineage.run_id else replace(metadata.lineage, run_id=run_id_of(manifest))
         entry = lineage.tree(tensor_counts(manifest))
         manifest = replace(manifest, state=tree.with_entry(manifest.state, LINEAGE, entry))
     if metadata.machines:
@@ -423,7 +423,7 @@ def tensor_counts(manifest: Manifest) -> dict[str, int]:
     return {part.name: len(part.name_ids) for part in manifest.parts}
 
 
-def run_of(manifest: Manifest) -> str:
+def run_id_of(manifest: Manifest) -> str:
     """Returns the identity of the run of a checkpoint that does not record it."""
     return run_by_tensors(
         (manifest.names[name_id], manifest.shapes[shape_id])

@@ -17,7 +17,7 @@ from zckpt.plan.catalog import FileRecord, Kind, PieceColumns, RankRecord, Tenso
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from zckpt.format.data_file import Entry, Header
+    from zckpt.format.data_file import Header, HeaderEntry
 
 _Copies = dict[tuple[str, str, int, int, int], int]
 """The copy that a piece belongs to, by part, name, rank, tier and first element."""
@@ -101,7 +101,7 @@ def rank_records(
     return rank_records
 
 
-def _piece(entry: Entry) -> tuple[str, int, int]:
+def _piece(entry: HeaderEntry) -> tuple[str, int, int]:
     """Returns the name of the tensor of a piece, the first element of the piece, and its number of elements."""
     name, start, *_ = split_piece_name(entry.name) or (entry.name, 0)
     return name, start, math.prod(entry.shape)

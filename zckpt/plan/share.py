@@ -1,11 +1,14 @@
-"""Shares work out among processes, so that each of them has about the same number of bytes."""
+"""Shares work out among processes, so that each of them has about the same number of bytes, and puts small items of
+work together."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+T = TypeVar("T")
 
 
 def shared_out(nbytes: Sequence[int], processes: int) -> list[int]:
@@ -20,3 +23,19 @@ def shared_out(nbytes: Sequence[int], processes: int) -> list[int]:
         processes_of_items.append(min((2 * start + item_bytes) * processes // (2 * total), processes - 1))
         start += item_bytes
     return processes_of_items
+
+
+def batches(items: Iterable[T], nbytes: Callable[[T], int], bytes_max: int, items_max: int) -> Iterator[list[T]]:
+    """Yields the items in their order, in lists of at most ``items_max`` items and ``bytes_max`` bytes. An item that
+    has more bytes is in a list of its own. ``nbytes`` returns the size of an item."""
+    batch: list[T] = []
+    batch_bytes = 0
+    for item in items:
+        item_bytes = nbytes(item)
+        if batch and (batch_bytes + item_bytes > bytes_max or len(batch) == items_max):
+            yield batch
+            batch, batch_bytes = [], 0
+        batch.append(item)
+        batch_bytes += item_bytes
+    if batch:
+        yield batch

@@ -146,11 +146,6 @@ class Ranks:
         self.decide(lambda: results.append(action()), lambda _: None, doing, interruptible=interruptible)
         return results[0]
 
-    def share(self, action: Callable[[], T], doing: str, *, interruptible: bool = True) -> list[T]:
-        """Does what ``decide`` does, and every rank returns the results of all. What each rank receives grows with the
-        number of the ranks, so this is for small results that every rank needs."""
-        return self.decide(action, lambda results: results, doing, interruptible=interruptible)
-
     def first(self, action: Callable[[], T], doing: str) -> T:
         """Runs ``action`` on rank 0 alone. Every rank returns its result or raises an error. Inside of ``undivided``,
         no rank raises Ctrl-C here, because a rank that has nothing to do would report a failure of what rank 0 has

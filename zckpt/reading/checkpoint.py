@@ -21,7 +21,7 @@ from zckpt.plan.coalesce import SPACED_GAP_BYTES, plan_reads
 from zckpt.plan.reshard import Wanted, piece_ranges
 from zckpt.progress import Progress, reported
 from zckpt.reading.extra_state import extra_state
-from zckpt.reading.state_dict import Values, own_rank, plan_load
+from zckpt.reading.state_dict import PlainValues, own_rank, plan_load
 from zckpt.reading.targets import checked_target, empty_tensors
 from zckpt.state.inventory import BUFFER, MASTER, PARAM, STATE, unconverted
 from zckpt.system.collector import without_collector
@@ -52,6 +52,11 @@ class ReadRequest(NamedTuple):
     span: Span
     target: torch.Tensor
     copy: int | None = None
+
+    @classmethod
+    def fresh(cls, info: TensorInfo, span: Span, copy: int | None = None) -> ReadRequest:
+        """Returns a request whose target is a new 1-D tensor of the stored dtype in host memory."""
+        return cls(info, span, fresh_tensor((span.numel,), info.dtype, HOST), copy)
 
 
 def _leaf(ext: int, tensor: torch.Tensor) -> object:
@@ -503,7 +508,7 @@ class Checkpoint(Mapping[str, TensorInfo]):
         """
         left = "the tensors in the state dict have undefined values, and its plain values are unchanged"
         with self._advised():
-            plan, values = plan_load(self, state_dict, strict=strict), Values(self, own_rank(self))
+            plan, values = plan_load(self, state_dict, strict=strict), PlainValues(self, own_rank(self))
             loaded = [(leaf, copy.deepcopy(values[name])) for name, leaf in plan.values.items()]
             self.contents.check_sizes(info for _, info, span, _ in plan.tensors if span.numel)
         requests = [ReadRequest(info, span, target) for _, info, span, target in plan.tensors if span.numel]

@@ -68,7 +68,7 @@ def is_path(value: object) -> bool:
     return isinstance(value, tuple) and any(value) and all(type(key) is str or key in _INDICES for key in value)
 
 
-class Values(Mapping[str, Any]):
+class PlainValues(Mapping[str, Any]):
     """The plain values of a checkpoint by name, those of all ranks. What a single rank has written is read when it is
     asked for."""
 
@@ -150,7 +150,7 @@ class LoadPlan:
 def plan_load(checkpoint: Checkpoint, state_dict: Mapping[Any, Any], *, strict: bool) -> LoadPlan:
     """Plans what is read into a state dict. ``strict``: whether the checkpoint has to have all of its leaves. Raises
     MismatchError, which lists what does not fit, and the errors of ``leaves_of``."""
-    leaves, infos, values = leaves_of(state_dict), tensors_by_name(checkpoint), Values(checkpoint)
+    leaves, infos, values = leaves_of(state_dict), tensors_by_name(checkpoint), PlainValues(checkpoint)
     plan, problems = LoadPlan([], {}, []), []
     for name, leaf in leaves.items():
         if name not in (infos if leaf.is_tensor else values):

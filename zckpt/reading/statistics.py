@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from zckpt.geometry import Span, cut_at_blocks
-from zckpt.reading.checkpoint import HOST, ReadRequest
-from zckpt.transfer.memory import fresh_tensor
+from zckpt.plan.share import batches
+from zckpt.reading.checkpoint import ReadRequest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -27,8 +27,7 @@ AT_ONCE = 1 << 18
 """The number of elements that are converted at a time. It is so small that they stay in the processor's cache."""
 
 
-@dataclass(frozen=True, slots=True)
-class Statistics:
+class Statistics(NamedTuple):
     """Statistics of the elements of a tensor. The real and the imaginary part of a complex number count as two
     elements."""
 
@@ -78,7 +77,13 @@ class Stretch(NamedTuple):
     """Elements of one of several tensors. ``number`` is the position of the tensor among them."""
 
     number: int
+    info: TensorInfo
     span: Span
+
+    @property
+    def nbytes(self) -> int:
+        """The number of bytes of the elements."""
+        return self.span.numel * self.info.item_bytes
 
 
 def stretches(checkpoint: Checkpoint, infos: Sequence[TensorInfo]) -> Iterator[Stretch]:
@@ -91,7 +96,7 @@ def stretches(checkpoint: Checkpoint, infos: Sequence[TensorInfo]) -> Iterator[S
         for span in cut_at_blocks(
             checkpoint.contents.grid(info).all, pieces.start, block_items, blocks_max * block_items
         ):
-            yield Stretch(number, span)
+            yield Stretch(number, info, span)
 
 
 def statistics(
@@ -101,33 +106,14 @@ def statistics(
     ``advance`` is called with the number of bytes that have been read. Raises FormatError and StorageError."""
     results = [Statistics() for _ in infos]
     checkpoint.contents.check_sizes(infos)
-    for batch in _batches(chosen, infos):
-        requests = []
-        for stretch in batch:
-            values = fresh_tensor((stretch.span.numel,), infos[stretch.number].dtype, HOST)
-            requests.append(ReadRequest(infos[stretch.number], stretch.span, values))
+    for batch in batches(chosen, attrgetter("nbytes"), STRETCH_BYTES, BATCH_STRETCHES_MAX):
+        requests = [ReadRequest.fresh(stretch.info, stretch.span) for stretch in batch]
         checkpoint.read(requests, advance=advance)
         for stretch, request in zip(batch, requests, strict=True):
             for first in range(0, len(request.target), AT_ONCE):
                 part = request.target[first : first + AT_ONCE]
                 results[stretch.number] = results[stretch.number].plus(statistics_of(elements(part)))
     return results
-
-
-def _batches(chosen: Sequence[Stretch], infos: Sequence[TensorInfo]) -> Iterator[list[Stretch]]:
-    """Yields lists of stretches that are in memory together. A list has at most ``BATCH_STRETCHES_MAX`` stretches and
-    at most ``STRETCH_BYTES`` bytes."""
-    batch: list[Stretch] = []
-    batch_bytes = 0
-    for stretch in chosen:
-        nbytes = stretch.span.numel * infos[stretch.number].item_bytes
-        if batch and (batch_bytes + nbytes > STRETCH_BYTES or len(batch) == BATCH_STRETCHES_MAX):
-            yield batch
-            batch, batch_bytes = [], 0
-        batch.append(stretch)
-        batch_bytes += nbytes
-    if batch:
-        yield batch
 
 
 def elements(values: torch.Tensor) -> torch.Tensor:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class Tables:
     """The places of the digests of a save's files in the digest tables of their ranks."""
 
     files: Mapping[int, Sequence[FoundFile]]
@@ -67,11 +67,12 @@ def fit_tables(
     return best
 
 
-def compute_tables(reader: Reader, places: Places, budget: Budget) -> dict[int, bytes]:
+def compute_tables(reader: Reader, places: Tables, budget: Budget) -> dict[int, bytes]:
     """Computes the digest tables of all ranks from all of their data."""
     # Imported late, because zckpt.gc and zckpt.prune read tables only, and need no torch.
     from zckpt.transfer.read import read_op
     from zckpt.transfer.staging import host_pool
+    from zckpt.transfer.tasks import run_tasks
 
     block_bytes, first_blocks = places.block_bytes, places.first_blocks
     tables = {
@@ -109,11 +110,11 @@ def compute_tables(reader: Reader, places: Places, budget: Budget) -> dict[int, 
                 yield partial(read_op, reader, op, source, staging, budget.direct, visit)
 
     with staging.work():
-        budget.run(reads())
+        run_tasks(reads(), budget.threads)
     return {rank: bytes(table) for rank, table in tables.items()}
 
 
-def differences(places: Places, rank: int, table: bytes, computed: bytes) -> list[str]:
+def differences(places: Tables, rank: int, table: bytes, computed: bytes) -> list[str]:
     """Returns the blocks of a rank's files whose digests differ between two tables, as lines of text."""
     damaged = []
     for file, first in zip(places.files[rank], places.first_blocks[rank], strict=True):

@@ -17,13 +17,21 @@ from zckpt.format.digest import digest
 from zckpt.format.rules import broken
 from zckpt.listing.contents import Contents, read_header
 from zckpt.plan import catalog, rebuild
-from zckpt.repairing.digest_tables import Places, compute_tables, differences, fit_tables, read_if_there, read_tables
+from zckpt.repairing.digest_tables import (
+    Tables,
+    compute_tables,
+    differences,
+    fit_tables,
+    read_if_there,
+    read_tables,
+)
 from zckpt.repairing.salvage import refused
 from zckpt.state.inventory import MASTER, PARAM
 from zckpt.state.lineage import Lineage, Use
 from zckpt.storage.buffers import PAGE_BYTES
 from zckpt.transfer.staging import host_pool
-from zckpt.validation.check import Share, check_checkpoint
+from zckpt.transfer.tasks import run_tasks
+from zckpt.validation.check import ValidationShare, check_checkpoint
 from zckpt.version import __version__
 
 if TYPE_CHECKING:
@@ -47,7 +55,7 @@ class Rebuilt:
     """The digest tables and the index, by their paths."""
     unverified: tuple[str, ...]
     """Descriptions of the data that could not be compared with a digest, or that differ from it."""
-    places: Places
+    places: Tables
     computed: dict[int, bytes]
     """The digest table of each rank, computed from the data as they are now, damaged blocks included."""
 
@@ -66,7 +74,7 @@ def rebuild_from(store: Store, save: FoundSave, old: Manifest | None, budget: Bu
             rank: placed[rank] or rebuild.in_a_row(files_of_rank, block_bytes)
             for rank, files_of_rank in save.files.items()
         }
-        places = Places(save.files, block_bytes, first)
+        places = Tables(save.files, block_bytes, first)
         all_computed = compute_tables(reader, places, budget)
     tables = dict(all_computed)
     unverified: list[str] = []
@@ -131,7 +139,7 @@ def check_rebuilt(store: Store, rebuilt: Rebuilt, budget: Budget) -> None:
 
 def structure_findings(contents: Contents, budget: Budget) -> list[Finding]:
     """Returns what is wrong with a checkpoint, apart from its data."""
-    return check_checkpoint(contents, budget, "structure", Share())[0]
+    return check_checkpoint(contents, budget, "structure", ValidationShare())[0]
 
 
 class _Overlaid:
@@ -207,7 +215,8 @@ def copy_data(source: Store, target: Store, save: FoundSave, budget: Budget) -> 
             writer.close()
 
     with closing(source.reader()) as reader, staging.work():
-        budget.run([partial(copy, file) for files_of_rank in save.files.values() for file in files_of_rank])
+        tasks = [partial(copy, file) for files_of_rank in save.files.values() for file in files_of_rank]
+        run_tasks(tasks, budget.threads)
     for rank in save.files:
         target.sync_names(names.rank_dir(save.save_id, rank))
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from zckpt.listing.contents import Holders, TensorInfo
     from zckpt.listing.summary import CheckpointSummary
     from zckpt.reading.checkpoint import Checkpoint
-    from zckpt.reporting.values import Values, ValuesByKey
+    from zckpt.reporting.values import TensorStatistics, ValuesByKey
     from zckpt.validation.report import Report
 
 _LAYER = re.compile(r".*?\.\d+(?=\.)|\d+(?=\.)")
@@ -42,7 +42,7 @@ class Tensor:
     """The other names of a tied weight."""
     holders: Holders | None
     """The ranks that hold the tensor. None if the index is damaged."""
-    values: Values | None
+    values: TensorStatistics | None
     """The statistics of the values. None if the values were not read, or if the tensor is damaged."""
 
 

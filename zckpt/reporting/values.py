@@ -8,16 +8,19 @@ one. So no byte is read twice, and the memory in use does not grow with the numb
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import astuple, dataclass, field, replace
-from itertools import groupby
-from typing import TYPE_CHECKING, Any, TypeVar
+from dataclasses import dataclass
+from functools import reduce
+from itertools import groupby, islice
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
 from zckpt.comparing.tensors import Pair, unequal
 from zckpt.errors import FormatError
+from zckpt.plan.share import batches
 from zckpt.progress import Progress, reported
-from zckpt.reading.checkpoint import HOST, ReadRequest
+from zckpt.reading.checkpoint import ReadRequest
 from zckpt.reading.statistics import (
     AT_ONCE,
     BATCH_STRETCHES_MAX,
@@ -27,7 +30,6 @@ from zckpt.reading.statistics import (
     statistics_of,
     stretches,
 )
-from zckpt.transfer.memory import fresh_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,47 +40,39 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_ALIGNMENT_BYTES = 64
 EXPONENT_BIAS = 1024
 """The number that is added to the exponent of a value to get its bin in a histogram. It makes all bins of positive
 values greater than 0."""
 
 
-@dataclass(frozen=True, slots=True)
-class Values:
+class TensorStatistics(NamedTuple):
     """The statistics of the values of one tensor in one checkpoint."""
 
-    statistics: Statistics = field(default_factory=Statistics)
+    statistics: Statistics = Statistics()
     """The statistics of all elements."""
-    histogram: Mapping[int, int] = field(default_factory=dict)
+    histogram: Mapping[int, int] = {}
     """The number of finite elements in each bin. Bin ``k`` counts the values from ``2 ** (k - EXPONENT_BIAS)`` up to
     twice as much, and bin ``-k`` counts their negatives. Zeros are in no bin, because ``statistics`` counts them."""
     update: Statistics | None = None
     """The statistics of the differences to the checkpoint before, element by element. It is None if that checkpoint has
     no such tensor, or if the tensor is damaged there."""
 
-    def plus(self, other: Values) -> Values:
+    def plus(self, other: TensorStatistics) -> TensorStatistics:
         """Returns the statistics of the elements of both together."""
-        return Values(
+        return TensorStatistics(
             self.statistics.plus(other.statistics),
             Counter(self.histogram) + Counter(other.histogram),
             self.update.plus(other.update) if self.update is not None and other.update is not None else None,
         )
 
-    @property
-    def row(self) -> list[Any]:
-        """The fields as plain values, which ranks can send to each other."""
-        update = None if self.update is None else list(astuple(self.update))
-        return [list(astuple(self.statistics)), list(self.histogram.items()), update]
-
     @classmethod
-    def of_row(cls, row: Sequence[Any]) -> Values:
-        """Returns the object from its ``row``."""
-        numbers, histogram, update = row
-        return cls(Statistics(*numbers), dict(histogram), None if update is None else Statistics(*update))
+    def of(cls, fields: Sequence[Any]) -> TensorStatistics:
+        """Returns the object from its fields, as another rank has sent them."""
+        statistics, histogram, update = fields
+        return cls(Statistics(*statistics), histogram, None if update is None else Statistics(*update))
 
 
-ValuesByKey = dict[str, Values | None]
+ValuesByKey = dict[str, TensorStatistics | None]
 """The statistics of the tensors of one checkpoint, by key. They are None for a tensor that is damaged or missing."""
 
 
@@ -106,24 +100,18 @@ class Chain:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Portion:
-    """Elements of a chain, which begin at byte ``offset`` of the buffers."""
+    """Elements of a chain."""
 
     chain: Chain
     span: Span
-    offset: int
 
     @property
     def nbytes(self) -> int:
         return self.span.numel * self.chain.infos[0].item_bytes
 
-    def of(self, buffer: torch.Tensor) -> torch.Tensor:
-        """Returns the elements of the portion in a buffer, as a 1-D tensor that shares its memory."""
-        return buffer[self.offset : self.offset + self.nbytes].view(self.chain.infos[0].dtype)
-
-    def request(self, number: int, buffer: torch.Tensor) -> ReadRequest:
-        """Returns the request that reads the portion from checkpoint ``number`` into a buffer."""
-        info = self.chain.infos[number - self.chain.first]
-        return ReadRequest(info, self.span, self.of(buffer))
+    def request(self, number: int) -> ReadRequest:
+        """Returns a request that reads the portion from checkpoint ``number`` into new memory."""
+        return ReadRequest.fresh(self.chain.infos[number - self.chain.first], self.span)
 
 
 def look(
@@ -142,42 +130,38 @@ def look(
     chains = _chains(checkpoints, sound)
     for chain in chains:
         for n in chain.numbers:
-            values_of_each[n][chain.key] = Values(update=None if n == chain.first else Statistics())
-    batches = list(_batches(checkpoints, chains))[number::size]
-    nbytes = max((batch[-1].offset + batch[-1].nbytes for batch in batches), default=0)
-    before, now = fresh_tensor((nbytes,), torch.uint8, HOST), fresh_tensor((nbytes,), torch.uint8, HOST)
-    portions = [portion for batch in batches for portion in batch]
+            values_of_each[n][chain.key] = TensorStatistics(update=None if n == chain.first else Statistics())
+    all_batches = batches(_portions(checkpoints, chains), attrgetter("nbytes"), STRETCH_BYTES, BATCH_STRETCHES_MAX)
+    own_batches = list(islice(all_batches, number, None, size))
+    portions = [portion for batch in own_batches for portion in batch]
     total = sum(portion.nbytes * (len(portion.chain.infos) - len(portion.chain.equal)) for portion in portions)
     with reported(progress, "report", total) as advance:
-        for batch in batches:
-            last: dict[_Portion, Values] = {}
+        for batch in own_batches:
+            last: dict[_Portion, tuple[torch.Tensor, TensorStatistics]] = {}
             for n, checkpoint in enumerate(checkpoints):
                 in_checkpoint = [portion for portion in batch if n in portion.chain.numbers]
                 unchanged = [portion for portion in in_checkpoint if n in portion.chain.equal and portion in last]
                 to_read = [portion for portion in in_checkpoint if portion not in unchanged]
-                read = _read(checkpoint, n, to_read, now, errors[n].append, advance)
-                last = {portion: _unchanged(last[portion]) for portion in unchanged} | {
-                    portion: _values(portion.of(now), portion.of(before) if portion in last else None)
-                    for portion in read
+                read = _read(checkpoint, n, to_read, errors[n].append, advance)
+                last = {portion: (last[portion][0], _unchanged(last[portion][1])) for portion in unchanged} | {
+                    portion: (elements_now, _values(elements_now, last[portion][0] if portion in last else None))
+                    for portion, elements_now in read.items()
                 }
-                for portion in read:
-                    portion.of(before).copy_(portion.of(now))
                 for portion in in_checkpoint:
-                    known, new = values_of_each[n][portion.chain.key], last.get(portion)
-                    values_of_each[n][portion.chain.key] = (
-                        known.plus(new) if known is not None and new is not None else None
-                    )
+                    _, new = last.get(portion, (None, None))
+                    values_of_each[n][portion.chain.key] = _plus(values_of_each[n][portion.chain.key], new)
     return values_of_each, errors
 
 
-def joined(shares: Sequence[ValuesByKey]) -> ValuesByKey:
-    """Returns the statistics of one checkpoint from the shares of several processes."""
-    total = dict(shares[0])
-    for share in shares[1:]:
-        for key, new in share.items():
-            known = total[key]
-            total[key] = known.plus(new) if known is not None and new is not None else None
-    return total
+def joined(shares: Sequence[Mapping[str, Sequence[Any] | None]]) -> ValuesByKey:
+    """Returns the statistics of one checkpoint. ``shares``: what ``look`` has returned for it in several processes,
+    which may have sent it."""
+    all_values = ({key: None if row is None else TensorStatistics.of(row) for key, row in s.items()} for s in shares)
+    return reduce(lambda one, other: {key: _plus(values, other[key]) for key, values in one.items()}, all_values)
+
+
+def _plus(known: TensorStatistics | None, new: TensorStatistics | None) -> TensorStatistics | None:
+    return known.plus(new) if known is not None and new is not None else None
 
 
 def _each(action: Callable[[list[T]], object], items: list[T], note: Callable[[FormatError], object]) -> list[T]:
@@ -233,51 +217,42 @@ def _equal(checkpoints: Sequence[Checkpoint], sound: Sequence[Mapping[str, Tenso
     return {key for key, spans in zip(both, spans_of_each, strict=True) if not spans}
 
 
-def _batches(checkpoints: Sequence[Checkpoint], chains: Sequence[Chain]) -> Iterator[list[_Portion]]:
-    """Yields all portions of all chains in batches. A batch has at most ``BATCH_STRETCHES_MAX`` portions. They take at
-    most ``STRETCH_BYTES`` bytes of a buffer, or the batch is a single portion. Portions end where blocks of the last
-    checkpoint of the chain end."""
-    batch: list[_Portion] = []
-    stop = 0
+def _portions(checkpoints: Sequence[Checkpoint], chains: Sequence[Chain]) -> Iterator[_Portion]:
+    """Yields all portions of all chains. Portions end where blocks of the last checkpoint of the chain end."""
     for n, checkpoint in enumerate(checkpoints):
         ending = [chain for chain in chains if chain.numbers[-1] == n]
         for stretch in stretches(checkpoint, [chain.infos[-1] for chain in ending]):
-            portion = _Portion(ending[stretch.number], stretch.span, stop)
-            if batch and (len(batch) == BATCH_STRETCHES_MAX or stop + portion.nbytes > STRETCH_BYTES):
-                yield batch
-                batch, portion = [], replace(portion, offset=0)
-            batch.append(portion)
-            stop = portion.offset + -(-portion.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-    if batch:
-        yield batch
+            yield _Portion(ending[stretch.number], stretch.span)
 
 
 def _read(
     checkpoint: Checkpoint,
     n: int,
     portions: list[_Portion],
-    buffer: torch.Tensor,
     note: Callable[[FormatError], object],
     advance: Callable[[int], None],
-) -> list[_Portion]:
-    """Reads these portions of checkpoint ``n`` into the buffer and verifies them. Returns those that are not damaged.
+) -> dict[_Portion, torch.Tensor]:
+    """Reads these portions of checkpoint ``n`` and verifies them. Returns the elements of those that are not damaged.
     ``note`` is called with the errors of the others."""
+    elements_of: dict[_Portion, torch.Tensor] = {}
 
     def read(some: list[_Portion]) -> None:
-        checkpoint.read([portion.request(n, buffer) for portion in some], verify=True)
+        requests = [portion.request(n) for portion in some]
+        checkpoint.read(requests, verify=True)
+        elements_of.update(zip(some, (request.target for request in requests), strict=True))
 
-    undamaged = _each(read, portions, note)
+    _each(read, portions, note)
     advance(sum(portion.nbytes for portion in portions))
-    return undamaged
+    return elements_of
 
 
-def _unchanged(values: Values) -> Values:
+def _unchanged(values: TensorStatistics) -> TensorStatistics:
     """Returns the statistics for a checkpoint in which the elements are the same as in the checkpoint before."""
     numel = values.statistics.numel
-    return replace(values, update=Statistics(numel, zeros=numel, min=0.0, max=0.0))
+    return values._replace(update=Statistics(numel, zeros=numel, min=0.0, max=0.0))
 
 
-def _values(values: torch.Tensor, before: torch.Tensor | None) -> Values:
+def _values(values: torch.Tensor, before: torch.Tensor | None) -> TensorStatistics:
     """Returns the statistics of these elements. ``before``: the same elements in the checkpoint before, if it has
     them."""
     statistics, update = Statistics(), None if before is None else Statistics()
@@ -288,7 +263,7 @@ def _values(values: torch.Tensor, before: torch.Tensor | None) -> Values:
         histogram.update(_histogram(wide))
         if before is not None and update is not None:
             update = update.plus(statistics_of(wide - elements(before[first : first + AT_ONCE])))
-    return Values(statistics, histogram, update)
+    return TensorStatistics(statistics, histogram, update)
 
 
 def _histogram(wide: torch.Tensor) -> dict[int, int]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from zckpt.plan.select import part_of
-from zckpt.restoring.mismatch import DTYPE, MISSING, SHAPE, Difference, told, told_differences
+from zckpt.restoring.mismatch import DTYPE, MISSING, SHAPE, Mismatch, told, told_differences
 from zckpt.state.inventory import BUFFER, MASTER, PARAM, RESERVED_PARTS, Fragment
 from zckpt.transfer.torch_dtypes import TORCH_DTYPES
 
@@ -30,7 +30,7 @@ class Match:
     """All fragments of the engine that this rank would fill (``EngineAdapter.wanted``)."""
     sources: Mapping[str, TensorInfo]
     """The tensor of the checkpoint that is read for a tensor of the engine, by the key of the latter."""
-    differences: Mapping[str, Difference]
+    differences: Mapping[str, Mismatch]
     """Why nothing is read for another tensor of the engine that was asked for, by the key of the latter."""
     zeroed: Collection[str]
     """The keys of ``differences`` whose tensors become zero."""
@@ -110,7 +110,7 @@ def match(
     they have it.
     """
     sources: dict[str, TensorInfo] = {}
-    differences: dict[str, Difference] = {}
+    differences: dict[str, Mismatch] = {}
     for key, fragment in {fragment.key: fragment for fragment in wanted}.items():
         parts = [fragment.part, _STAND_INS.get(fragment.part, fragment.part)]
         parts = [part for part in parts if part in names or not in_part]
@@ -126,7 +126,7 @@ def match(
             else:
                 differences[key] = difference
         elif fragment.part in parts:
-            differences[key] = Difference(MISSING, f"missing: {key} {list(fragment.shape)}")
+            differences[key] = Mismatch(MISSING, f"missing: {key} {list(fragment.shape)}")
     used = {info.key for info in sources.values()}
     homeless = {key: None for key in no_place if key not in used}
     misfitting = {key.partition("/")[2] for key, why in differences.items() if why.kind != MISSING}
@@ -136,7 +136,7 @@ def match(
     return Match(wanted, sources, differences, _zeroed(wanted, sources, differences), list(homeless), unexpected)
 
 
-def _difference(info: TensorInfo, fragment: Fragment) -> Difference | None:
+def _difference(info: TensorInfo, fragment: Fragment) -> Mismatch | None:
     """Returns why a stored tensor cannot be read into a fragment, or None if it can. Weights and buffers of the dtype
     in which a model computes may be converted. Tensors that the optimizer updates may be converted between fp32 and the
     16-bit dtypes, because an engine without separate master weights updates weights of 16 bits."""
@@ -148,7 +148,7 @@ def _difference(info: TensorInfo, fragment: Fragment) -> Difference | None:
         return None
     there, here = f"{info.dtype} {list(info.shape)}", f"{dtype} {list(fragment.shape)}"
     kind = DTYPE if info.shape == fragment.shape else SHAPE
-    return Difference(kind, f"differs: {info.key} is {there}, the engine has {here}")
+    return Mismatch(kind, f"differs: {info.key} is {there}, the engine has {here}")
 
 
 def _zeroed(

@@ -38,7 +38,7 @@ PAUSE_SECONDS = 0.02
 """How long all ranks wait before the next round if no rank wants anything, in seconds."""
 
 
-class Wanted(NamedTuple):
+class WantedRange(NamedTuple):
     """A range of a file that one rank wants from another one."""
 
     rank: int
@@ -66,7 +66,7 @@ class _Request:
     error: str = ""
 
 
-def accepted(wanted: Sequence[Wanted], round_bytes: int) -> list[Wanted]:
+def accepted(wanted: Sequence[WantedRange], round_bytes: int) -> list[WantedRange]:
     """Returns those of the requests that are served in this round: as many, in their order, as fit into ``round_bytes``
     for each rank that sends and for each rank that receives, and at least one."""
     sent: dict[int, int] = {}
@@ -80,16 +80,16 @@ def accepted(wanted: Sequence[Wanted], round_bytes: int) -> list[Wanted]:
     return served
 
 
-def _dealt_out(told: Sequence[Any]) -> tuple[tuple[bool, bool], dict[int, tuple[list[Wanted], list[Wanted]]]]:
+def _dealt_out(told: Sequence[Any]) -> tuple[tuple[bool, bool], dict[int, tuple[list[WantedRange], list[WantedRange]]]]:
     """Decides, on rank 0, which requests are served in this round. Returns whether there are any, and whether all ranks
     have ended, and for each rank what it sends and what it receives. ``told``: for each rank, whether it has ended, and
     its requests."""
     wanted = [
-        Wanted(rank, number, *request)
+        WantedRange(rank, number, *request)
         for rank, (_, requests) in enumerate(told)
         for number, request in enumerate(requests)
     ]
-    of_ranks: dict[int, tuple[list[Wanted], list[Wanted]]] = {}
+    of_ranks: dict[int, tuple[list[WantedRange], list[WantedRange]]] = {}
     for one in accepted(wanted, ROUND_BYTES):
         of_ranks.setdefault(one.holder, ([], []))[0].append(one)
         of_ranks.setdefault(one.rank, ([], []))[1].append(one)
@@ -178,7 +178,7 @@ class Peers:
         import torch  # imported late, because a validation of the structure in one process does not need it
 
         size = self._ranks.size
-        to_send, to_receive = ([Wanted(*fields) for fields in side] for side in of_this_rank or ([], []))
+        to_send, to_receive = ([WantedRange(*fields) for fields in side] for side in of_this_rank or ([], []))
         to_send.sort()  # by the rank that receives
         to_receive.sort(key=lambda one: (one.holder, one.number))
         sent = torch.zeros(sum(one.nbytes for one in to_send), dtype=torch.uint8, device="cpu")
@@ -204,7 +204,7 @@ class Peers:
             request.done.set()
         return True
 
-    def _read(self, to_send: Sequence[Wanted], room: Bytes) -> list[list[Any]]:
+    def _read(self, to_send: Sequence[WantedRange], room: Bytes) -> list[list[Any]]:
         """Reads what other ranks want. Returns for each request the rank, the number of the request, the number of
         bytes read, and the text of an error."""
         outcomes: list[list[Any]] = []

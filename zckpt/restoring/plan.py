@@ -1,23 +1,19 @@
-"""Plans what one rank restores, checks all of it, and says why it cannot be restored."""
+"""Plans what one rank restores, and checks all of it."""
 
 from __future__ import annotations
 
-import json
 import math
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from zckpt.engines.contract import Selection
 from zckpt.engines.state_dict.flat import STATE_DICT
 from zckpt.format.names import CLIENT_STATE
 from zckpt.geometry import same_order
-from zckpt.listing.runs import newest_to_resume
-from zckpt.plan.select import part_of
 from zckpt.reading.state_dict import paths_of
 from zckpt.restoring.matching import Match, match
-from zckpt.restoring.mismatch import summary, told
-from zckpt.state.inventory import MASTER, RESERVED_PARTS, WEIGHT_PARTS
-from zckpt.storage.schemes import open_store
+from zckpt.restoring.mismatch import WITH_OPTIMIZER, Caller, fits_in_part, hint, leaves_out, not_dealt_out, told
+from zckpt.state.inventory import MASTER, WEIGHT_PARTS
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -27,29 +23,6 @@ if TYPE_CHECKING:
     from zckpt.progress import Progress
     from zckpt.reading.checkpoint import Checkpoint
     from zckpt.transfer.budget import Budget
-
-
-_WITH_OPTIMIZER = (
-    "; to resume the optimizer of a state dict, make a training state of it: `zckpt convert PATH FOLDER --to dcp`, "
-    "then `zckpt convert FOLDER NEW`; or load it with dcp.load or Checkpoint.load_into, and write it with zckpt.write"
-)
-
-
-class Caller(NamedTuple):
-    """The function that restores and the names of its arguments, as they are shown in error messages."""
-
-    call: str = "zckpt.restore"
-    in_part: str = "strict=False"
-    weights: str = "parts={parts} restores the weights alone"
-    """How the weights alone are restored. ``{parts}`` stands for the parts of the checkpoint that have weights and
-    buffers."""
-    counters: str = ""
-    """How the counters are restored with the weights, but without the state of the optimizer. Empty if the function
-    cannot do this."""
-    settings: str = 'settings="engine"'
-    """How the engine keeps its own settings."""
-    scheduler: str = "state={trees}"
-    """How the scheduler stays as it is. ``{trees}`` stands for all trees of state but the scheduler."""
 
 
 def check_settings(settings: str) -> None:
@@ -164,7 +137,7 @@ def plan_restore(
         elif rank == 0:
             lost = sorted({*registered, *(checkpoint.client_rank_state(0) or {})})
             if lost and (registered or not request.with_rank_state):
-                warnings.append(_not_dealt_out(checkpoint, size, lost))
+                warnings.append(not_dealt_out(checkpoint, size, lost))
 
     client_state: dict[str, Any] = {} if saved is None else checkpoint.state[CLIENT_STATE]
     if not problems:
@@ -179,18 +152,14 @@ def plan_restore(
                     f"own; these are {size} ranks, and all of them get that of rank 0"
                 )
         if not request.strict:
-            warnings += _fits_in_part(checkpoint, matched, trees)
+            warnings += fits_in_part(checkpoint, matched, trees)
     weights = [part for part in names if part in WEIGHT_PARTS]
-    hint = _hint(adapter, selection, matched, weights, misfits, roles, against, saved, request.caller)
-    if hint and _has_optimizer(paths_of(checkpoint).values()):
-        hint += _WITH_OPTIMIZER
-    left_out = checkpoint.contents.left_out
-    if left_out and "optimizer" in trees and (request.strict or request.all_moments):
-        problems = [f"the checkpoint leaves out {', '.join(left_out)}, without which training cannot go on"]
-        full = newest_to_resume(open_store(checkpoint.path), checkpoint.contents.lineage)
-        resume = f"resume from {full}, the newest one that holds all" if full else "no other one of the run holds all"
-        hint = f"{resume}; {request.caller.weights.format(parts=json.dumps(weights))}"
-    return RestorePlan(adapter, checkpoint, matched, restoring, client_state, own_state, problems, hint, warnings)
+    what_to_do = hint(adapter, selection, matched, weights, misfits, roles, against, saved, request.caller)
+    if what_to_do and _has_optimizer(paths_of(checkpoint).values()):
+        what_to_do += WITH_OPTIMIZER
+    if checkpoint.contents.left_out and "optimizer" in trees and (request.strict or request.all_moments):
+        problems, what_to_do = leaves_out(checkpoint, weights, request.caller)
+    return RestorePlan(adapter, checkpoint, matched, restoring, client_state, own_state, problems, what_to_do, warnings)
 
 
 def _check_sizes(checkpoint: Checkpoint, matched: Match) -> None:
@@ -206,6 +175,11 @@ def _check_sizes(checkpoint: Checkpoint, matched: Match) -> None:
     checkpoint.contents.check_sizes(infos, bounds=bounds)
 
 
+def _has_optimizer(paths: Iterable[Sequence[object]]) -> bool:
+    """Returns whether a state dict with leaves at these paths has the state of an optimizer."""
+    return any(str(key).startswith("param_groups") for path in paths for key in path)
+
+
 def engine_state(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
     """Returns the trees of the engine's non-tensor state. Returns None if a repair could not save them, or if the
     checkpoint is not one of an engine."""
@@ -213,87 +187,3 @@ def engine_state(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
     engine, client_state = root.get("engine"), root.get(CLIENT_STATE)
     is_engine = isinstance(engine, dict) and STATE_DICT not in engine
     return engine if is_engine and isinstance(client_state, dict) else None
-
-
-def _has_optimizer(paths: Iterable[Sequence[object]]) -> bool:
-    """Returns whether a state dict with leaves at these paths has the state of an optimizer."""
-    return any(str(key).startswith("param_groups") for path in paths for key in path)
-
-
-def _not_dealt_out(checkpoint: Checkpoint, size: int, lost: Sequence[str]) -> str:
-    """Returns the warning that states of single ranks are given to no rank, because the number of ranks is another
-    one."""
-    return (
-        f"each of the {checkpoint.world_size} ranks that wrote {checkpoint.path} had values of its own "
-        f"({', '.join(map(repr, lost))}). Now the number of ranks is {size}, and none gets any of them, so that a data "
-        "loader or a loss scale begins anew. zckpt.open(path).client_rank_state(rank) returns those of each rank"
-    )
-
-
-def _fits_in_part(checkpoint: Checkpoint, matched: Match, trees: Collection[str]) -> list[str]:
-    """Returns the warning that says which tensors are not restored, or nothing if all are."""
-    kept = matched.kept
-    if not (kept or matched.unexpected or matched.zeroed):
-        return []
-    lines = [
-        summary("tensors are restored", list(matched.sources)),
-        summary("of the engine are kept as they are", kept),
-        summary("of the checkpoint are left out", matched.unexpected),
-    ]
-    if matched.zeroed:
-        moments = "moments of restored weights are not in the checkpoint and begin at zero"
-        lines.append(summary(moments, list(matched.zeroed)))
-    if "optimizer" in trees and any(part_of(key) not in RESERVED_PARTS for key in kept):
-        lines.append("kept moments beside restored ones, in one partition, take the checkpoint's step")
-    return [f"{checkpoint.path} fits the engine in part: {'; '.join(lines)}"]
-
-
-def _hint(
-    adapter: EngineAdapter,
-    selection: Selection,
-    matched: Match,
-    weights: Sequence[str],
-    misfits: Sequence[str],
-    roles: Sequence[str],
-    against: Sequence[str],
-    saved: object,
-    caller: Caller,
-) -> str | None:
-    """Returns the hint for the problems, if there is one. What it says has been tried, as far as that can be done
-    without reading a tensor. ``weights`` has the parts of the checkpoint that have weights and buffers. The other
-    arguments are the variables of ``plan_restore``."""
-    if matched.restores_nothing:
-        return (
-            "no weight at all would be restored: make the engine of the model that was saved, or copy the weights "
-            "into the model yourself, from zckpt.open(path).state_dict()"
-        )
-
-    if not misfits and not against:
-        return None
-
-    def works(changed: Selection) -> bool:
-        return saved is not None and not adapter.restoring(changed).problems()
-
-    in_part = f"{caller.in_part} leaves out what does not fit, and converts what is frozen on one side only"
-    relaxed = replace(selection, strict=False)
-    if works(relaxed):
-        return in_part
-    hints = []
-    others = {name: tree for name, tree in selection.state.items() if name != "scheduler"}
-    remedies = (
-        (f"{caller.settings} keeps the settings and the schedule of the engine", {"keeps_settings": True}),
-        (f"{caller.scheduler.format(trees=json.dumps([*others]))} leaves the scheduler as it is", {"state": others}),
-    )
-    for said, changes in remedies if against else ():
-        if works(replace(relaxed if misfits else selection, **changes)):
-            hints.append(f"{in_part}; with it, {said}" if misfits else said)
-            break
-    if against and weights:
-        misfitting = {*map(part_of, (*matched.differences, *matched.no_place)), *([MASTER] if roles else [])}
-        those_that_fit = f", those that fit with {caller.in_part}" if misfitting.intersection(weights) else ""
-        hints.append(caller.weights.format(parts=json.dumps(weights)) + those_that_fit)
-        if saved is not None and caller.counters:
-            hints.append(caller.counters)
-    if saved is None:
-        hints.append("zckpt.open(path).state_dict() has the weights too")
-    return "; ".join(hints) or None

@@ -19,7 +19,7 @@ from zckpt.errors import FormatError, UnsupportedError, from_os_error
 from zckpt.progress import logger
 from zckpt.storage.buffers import scatter
 from zckpt.storage.location import Location
-from zckpt.storage.process_names import left_over, temporary
+from zckpt.storage.process_names import left_over, own_temporary
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -94,7 +94,7 @@ class BlockCache:
 
     def put(self, block: Path, data: Bytes | memoryview) -> None:
         """Keeps a block. Does nothing if this fails, such as for lack of space."""
-        part = Path(temporary(str(block)))
+        part = Path(own_temporary(str(block)))
         try:
             block.parent.mkdir(parents=True, exist_ok=True)
             if shutil.disk_usage(self._directory).free < self._least_free_bytes:

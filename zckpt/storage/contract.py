@@ -223,7 +223,7 @@ class Entry(NamedTuple):
     means that no other path leads to it."""
 
 
-class Upload(NamedTuple):
+class UnfinishedUpload(NamedTuple):
     """The upload of a file that was begun. Nobody sees the file before the upload is finished."""
 
     path: str
@@ -382,13 +382,13 @@ class Store(Creator, ABC):
 
     # Only some object stores need these methods. The implementations below suit all other stores.
 
-    def unfinished(self, age_seconds: float) -> list[Upload]:
+    def unfinished(self, age_seconds: float) -> list[UnfinishedUpload]:
         """Returns the uploads of files in and below the directory that were neither finished nor given up, and that
         were begun more than ``age_seconds`` seconds ago by the store's clock. Such an upload may still be under way, or
         its process may have died. Nobody sees the file, but it takes space until ``zckpt.gc`` gives the upload up."""
         return []
 
-    def give_up(self, upload: Upload) -> None:
+    def give_up(self, upload: UnfinishedUpload) -> None:
         """Removes what the store keeps of an upload that ``unfinished`` has returned. It cannot be finished then."""
         return
 

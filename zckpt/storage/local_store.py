@@ -166,7 +166,7 @@ class LocalStore(Store):
             return False
         # A writer that died may have made the directory without syncing its name.
         self._make_directories(os.path.dirname(self._full(path)))
-        same = _temporary(path)
+        same = names.temporary(path, secrets.token_hex(4))
         try:
             self.put_new(same, data)
             return self._put_where_none_is(path, data, self._full(same))
@@ -193,7 +193,7 @@ class LocalStore(Store):
         _fsync_directory(self._full(path))
 
     def prepare(self, path: str, data: bytes, digits: str = "") -> Temporary:
-        temporary = _temporary(path, digits)
+        temporary = names.temporary(path, digits or secrets.token_hex(4))
         try:
             self.put_new(temporary, data)
         except BaseException:
@@ -214,7 +214,7 @@ class LocalStore(Store):
 
     def remove_if(self, path: str, data: bytes) -> bool:
         # A rename decides who removes the file: of several processes that rename it, only one finds it.
-        moved = self._full(_temporary(path))
+        moved = self._full(names.temporary(path, secrets.token_hex(4)))
         try:
             _retry_while_open(lambda: os.rename(self._full(path), moved))
             content = Path(moved).read_bytes()
@@ -276,7 +276,7 @@ class LocalStore(Store):
         return True
 
     def now(self) -> float:
-        probe = _temporary(names.LOCK)
+        probe = names.temporary(names.LOCK, secrets.token_hex(4))
         try:
             self.put_new(probe, b"now")  # The file server sets the time of what is written.
             entry = self.entry(probe)
@@ -402,11 +402,6 @@ def _share_blocks(path: str, source: str) -> bool:
     finally:
         os.close(source_fd)
     return shared
-
-
-def _temporary(path: str, digits: str = "") -> str:
-    """Returns the path of a temporary file for ``path``, with random digits if none are given."""
-    return names.temporary(path, digits or secrets.token_hex(4))
 
 
 def _retry_while_open(rename: Callable[[], None]) -> None:

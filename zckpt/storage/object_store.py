@@ -18,7 +18,7 @@ from zckpt.format import names
 from zckpt.format.rules import broken
 from zckpt.progress import logger
 from zckpt.storage.buffers import scatter
-from zckpt.storage.contract import ANYTHING, Entry, IOCount, Store, Upload
+from zckpt.storage.contract import ANYTHING, Entry, IOCount, Store, UnfinishedUpload
 from zckpt.storage.object_client import (
     CONNECT_SECONDS,
     RETRY_SECONDS,
@@ -293,7 +293,7 @@ class ObjectStore(Store):
             finally:
                 self.remove(probe)
 
-    def unfinished(self, age_seconds: float) -> list[Upload]:
+    def unfinished(self, age_seconds: float) -> list[UnfinishedUpload]:
         client, above = self._uploads(), f"{self._key('')}/".lstrip("/")
         if client is None:
             return []
@@ -310,10 +310,10 @@ class ObjectStore(Store):
                     nbytes = sum(part["Size"] for page in parts for part in page.get("Parts", ()))
                 except client.exceptions.NoSuchUpload:  # It has ended meanwhile.
                     continue
-                uploads.append(Upload(key.removeprefix(above), nbytes, upload_id))
+                uploads.append(UnfinishedUpload(key.removeprefix(above), nbytes, upload_id))
         return uploads
 
-    def give_up(self, upload: Upload) -> None:
+    def give_up(self, upload: UnfinishedUpload) -> None:
         client = self._uploads()
         assert client is not None, "it has listed the upload"
         with self.errors("give up the upload of", upload.path), suppress(client.exceptions.NoSuchUpload):

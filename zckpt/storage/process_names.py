@@ -37,11 +37,10 @@ def process_name() -> str | None:
     return f"{place}-{os.getpid()}-{started}-{secrets.token_hex(4)}"
 
 
-def temporary(path: str) -> str:
+def own_temporary(path: str) -> str:
     """Returns a temporary path, in the same directory as ``path``, for a file or directory that this process is going
-    to rename to ``path``."""
-    owner = process_name()
-    return names.temporary(path, secrets.token_hex(4)) if owner is None else f"{path}.{owner}.tmp"
+    to rename to ``path``. It tells which process has made it, if the system gives information about processes."""
+    return names.temporary(path, process_name() or secrets.token_hex(4))
 
 
 def left_over(entries: Iterable[str]) -> Iterator[str]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zckpt.engines import rng
-from zckpt.engines.contract import Batch, EngineAdapter, Use
+from zckpt.engines.contract import Batch, EngineAdapter, UsingMethod
 from zckpt.engines.hooks import call_before
 from zckpt.engines.tensors import dtype_name, holdings
 from zckpt.errors import FormatError, UnsupportedError
@@ -100,8 +100,8 @@ class ReferenceAdapter(EngineAdapter):
     def before_change(self, action: Callable[[], None]) -> None:
         call_before(action, [(self.engine, "step")])
 
-    def uses(self) -> tuple[Use, ...]:
-        return Use(self.engine, "backward", {PARAM, BUFFER, GRADIENT}), Use(self.engine, "step")
+    def uses(self) -> tuple[UsingMethod, ...]:
+        return UsingMethod(self.engine, "backward", {PARAM, BUFFER, GRADIENT}), UsingMethod(self.engine, "step")
 
     def wanted(self, stored: Mapping[str, Mapping[str, Stored]]) -> tuple[Fragment, ...]:
         return tuple(fragment._replace(data=None) for fragment in self._needed())

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import os
-import threading
-from collections.abc import Sized
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from zckpt.plan.coalesce import STRAIGHT_BYTES_MAX
-from zckpt.ranks.heartbeat import sign_of_life
-from zckpt.system.threads import Worker, stop
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
     from zckpt.storage.contract import Store
 
 MIB = 1 << 20
@@ -57,66 +51,6 @@ class Budget:
             ValueError: a variable has another value. The error names the variable.
         """
         return cls(_number("ZCKPT_BUDGET_BYTES", NBYTES), _number("ZCKPT_THREADS", THREADS), flag("ZCKPT_DIRECT", True))
-
-    def run(
-        self,
-        tasks: Iterable[Callable[[], object]],
-        interrupted: Callable[[], None] = lambda: None,
-        threads: int | None = None,
-    ) -> None:
-        """Runs tasks on worker threads, and returns once all of them have ended.
-
-        Args:
-            tasks: functions without arguments. Each worker that is free takes the next one. Only one worker at a time
-                takes a task from the iterable.
-            interrupted: called if this thread is interrupted while it waits for the tasks, for instance by Ctrl-C. It
-                should make long tasks end soon. Further interrupts do not shorten the wait, because the caller closes
-                the files that the tasks use.
-            threads: the number of worker threads. None means that of the budget.
-
-        Raises:
-            Exception: what a task has raised. If several tasks have failed, the error of the first of them in
-                ``tasks``.
-        """
-        numbered = enumerate(tasks)
-        lock = threading.Lock()
-        failures: dict[int, BaseException] = {}
-
-        def work() -> None:
-            number = -1
-            while not failures:
-                try:
-                    with lock:
-                        number, task = next(numbered, (number, None))
-                    if task is None:
-                        return
-                    task()
-                except BaseException as error:  # raised below
-                    failures.setdefault(number, error)  # it must not replace an interrupt, whose number is -1
-                sign_of_life()
-
-        # A ThreadPoolExecutor would not do: it takes no more tasks once the interpreter exits, but a background write
-        # goes on then.
-        count = threads or self.threads
-        if isinstance(tasks, Sized):
-            count = min(count, len(tasks))
-        workers = [Worker(work, f"zckpt-{i}") for i in range(count)]
-        try:
-            try:
-                for worker in workers:
-                    worker.start()
-                for worker in workers:
-                    worker.wait()
-            except BaseException as error:  # raised below
-                failures[-1] = error
-                interrupted()
-            finally:
-                stop(workers)
-            if failures:
-                raise failures[min(failures)]
-        finally:
-            # The tracebacks of the errors refer to this dictionary. The cycle would keep buffers and open files alive.
-            failures.clear()
 
     def serving(self, *stores: Store) -> Budget:
         """Returns the budget for reads from, or writes to, these stores.

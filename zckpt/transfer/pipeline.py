@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from zckpt.ranks.heartbeat import sign_of_life
+from zckpt.transfer.tasks import run_tasks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -84,13 +85,13 @@ class Pipeline(Generic[Item]):
         items = len(self._waiting)
         if not items:
             self._snapshot.end()
-            budget.run(beside)
+            run_tasks(beside, budget.threads)
             return
         self._free_halves = 2 * self._staging.buffers_within(budget, snapshot_bytes)
         threads = min(budget.threads, items)
         work = [partial(self._work, self._next)] * threads + [partial(self._work, self._next_digest)]
         tasks = [*(partial(self._call, function) for function in beside), *work]
-        budget.run(tasks, self._interrupt, threads=len(work) + min(len(beside), budget.threads))
+        run_tasks(tasks, len(work) + min(len(beside), budget.threads), self._interrupt)
 
     def _work(self, next_step: Callable[[], Callable[[], None] | None]) -> None:
         """Does steps until ``next_step`` returns None. If a step fails, all other threads end too."""

@@ -35,6 +35,7 @@ from zckpt.transfer.devices import synchronize
 from zckpt.transfer.host_memory import copy_to, memory
 from zckpt.transfer.pipeline import Pipeline
 from zckpt.transfer.snapshot import Snapshot
+from zckpt.transfer.tasks import run_tasks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -88,7 +89,7 @@ def run_reads(
     if not urgent:
         after_urgent()
     if not ops:
-        budget.run(checks)
+        run_tasks(checks, budget.threads)
         return
     target, start, run_bytes, runs, stride = (
         np.concatenate([getattr(op.segments, name) for op in ops])
@@ -110,7 +111,7 @@ def run_reads(
         (cached if is_cached else others).append(op)
     with staging.work(len(ops)):
         tasks = [partial(reads.read_cached, op, staging) for op in cached]
-        budget.run(tasks, threads=min(budget.threads, processors()))
+        run_tasks(tasks, min(budget.threads, processors()))
         # A read has no snapshot that could learn which sources have been read, so none is urgent for the pipeline.
         pipeline = Pipeline(
             others,

@@ -30,6 +30,7 @@ from zckpt.transfer.memory import byte_tensor
 from zckpt.transfer.pipeline import Pipeline
 from zckpt.transfer.read import fill, read_staged
 from zckpt.transfer.snapshot import Snapshot
+from zckpt.transfer.tasks import run_tasks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -47,7 +48,7 @@ SAMPLES = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class CopySource:
     """A checkpoint whose data files are copied. Every ``FileRange`` that is written is a range of one of these
     files."""
 
@@ -79,7 +80,7 @@ class _Job:
     shared: PageSharing | None = None
     """The object that has put the whole pages of this write into the file by sharing them. None if no pages are
     shared."""
-    source: Source | None = None
+    source: CopySource | None = None
     """The checkpoint to which the ranges of files belong. None if they are ranges of swap files."""
 
     @property
@@ -102,7 +103,7 @@ def run_writes(
     staging: StagingPool,
     snapshot: Snapshot,
     advance: Callable[[int], None],
-    source: Source | None = None,
+    source: CopySource | None = None,
     existing: Mapping[str, bytes] | None = None,
     snapshot_bytes: int = 0,
 ) -> bytes:
@@ -148,7 +149,7 @@ def run_writes(
         pipeline = Pipeline(jobs, _take, record_digests, put, _is_straight, staging, snapshot, urgent, is_next=_is_next)
         with staging.work(len(jobs)):
             pipeline.run(budget, snapshot_bytes)
-        budget.run(file.sync for file in files if file is not None)
+        run_tasks((file.sync for file in files if file is not None), budget.threads)
     finally:
         for file in files:
             if file is not None:
@@ -161,7 +162,7 @@ def unchanged_files(
     expected: Mapping[int, bytes],
     budget: Budget,
     staging: StagingPool,
-    source: Source | None = None,
+    source: CopySource | None = None,
 ) -> set[int]:
     """Returns the numbers of those files of ``plan`` that have the ``expected`` digests. A few reads spread over each
     file come first, and nothing more of a file is read once a digest differs. So a file that has changed costs little
@@ -313,7 +314,7 @@ def _fill(
     copies[data.device].append(FromDevice(position, byte_tensor(data)[start : start + nbytes]))
 
 
-def _compare(job: _Job, source: Source, digests: bytes, block_bytes: int) -> None:
+def _compare(job: _Job, source: CopySource, digests: bytes, block_bytes: int) -> None:
     """Raises FormatError (D003) unless ``digests`` are those that the source has for the blocks of ``job``. The error
     names the file and the range in the source."""
     first = job.op.block * DIGEST_BYTES

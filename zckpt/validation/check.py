@@ -10,6 +10,7 @@ from itertools import islice, repeat
 from typing import TYPE_CHECKING
 
 from zckpt.progress import Progress, reported
+from zckpt.transfer.tasks import run_tasks
 from zckpt.validation.file_checks import DataChecks, check_files
 from zckpt.validation.index_checks import check_index
 from zckpt.validation.report import Finding, failures
@@ -32,7 +33,7 @@ Processes = range | tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class ValidationShare:
     """The share of one process in the validation of a checkpoint by several processes."""
 
     number: int = 0
@@ -62,7 +63,7 @@ class Share:
 
 
 def check_checkpoint(
-    contents: Contents, budget: Budget, level: Level, share: Share, progress: Progress | None = None
+    contents: Contents, budget: Budget, level: Level, share: ValidationShare, progress: Progress | None = None
 ) -> tuple[list[Finding], bytes, int]:
     """Checks one share of everything but the manifest, which has been read already. The level "structure" does not
     import torch.
@@ -75,8 +76,8 @@ def check_checkpoint(
         progress: an object that is told the number of bytes that have been checked.
 
     Returns:
-        The findings, in no order; the packed ``Values`` at the level "deep", and no bytes at the others; and the number
-        of bytes that were read.
+        The findings, in no order; the packed ``ValueChecks`` at the level "deep", and no bytes at the others; and the
+        number of bytes that were read.
     """
     before, manifest = contents.reader.count.bytes_read, contents.manifest
     units = share.units(manifest.world_size)
@@ -96,9 +97,9 @@ def check_checkpoint(
         if with_data:
             from zckpt.reading.checkpoint import Checkpoint
             from zckpt.transfer.staging import host_pool
-            from zckpt.validation.values import Values, derived_weights
+            from zckpt.validation.values import ValueChecks, derived_weights
 
-            values = Values(derived_weights(contents) if sound else {}) if level == "deep" else None
+            values = ValueChecks(derived_weights(contents) if sound else {}) if level == "deep" else None
             staging = host_pool(budget_of_reads.batch_bytes(manifest.block_bytes))
             data = DataChecks(contents, budget.direct, staging, values, note, advance)
 
@@ -117,7 +118,7 @@ def check_checkpoint(
                     yield from islice(data.reads(headers), k, None, n)
 
         with nullcontext() if data is None else data.staging.work():
-            budget_of_reads.run(tasks())
+            run_tasks(tasks(), budget_of_reads.threads)
         if with_data and sound:
             checkpoint = Checkpoint("", contents, budget)
             checked = [rank for rank, k, _ in units if k == 0]

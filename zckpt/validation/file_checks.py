@@ -21,7 +21,7 @@ from zckpt.validation.report import failures
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from zckpt.format.data_file import Entry, Header
+    from zckpt.format.data_file import Header, HeaderEntry
     from zckpt.format.digest import ReadFile
     from zckpt.format.manifest import Manifest
     from zckpt.geometry import Grid
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from zckpt.plan.reshard import FilePieces
     from zckpt.storage.buffers import Bytes
     from zckpt.transfer.staging import StagingPool
-    from zckpt.validation.values import Values
+    from zckpt.validation.values import ValueChecks
 
 _Piece = tuple[str, str, "Grid", int, int]
 """A piece, for the comparison of a header with the index: its name in the file, its dtype, the shape of the whole
@@ -140,7 +140,7 @@ class DataChecks:
     """Whether to read past the page cache if possible."""
     staging: StagingPool
     """The buffers into which data are read."""
-    values: Values | None
+    values: ValueChecks | None
     """Is given all values of tensors. It is None if nobody looks at values."""
     note: Callable[[Iterable[FormatError]], None]
     """Is called with the errors that were found."""
@@ -161,7 +161,7 @@ class DataChecks:
         )
         return (partial(self._read, op, files[op.file], entries) for op in ops)
 
-    def _read(self, op: ReadOp, file: ReadFile, entries: Sequence[tuple[Header, Entry]]) -> None:
+    def _read(self, op: ReadOp, file: ReadFile, entries: Sequence[tuple[Header, HeaderEntry]]) -> None:
         """Reads the bytes of one operation and checks them."""
         from zckpt.transfer.read import read_op  # imported late, because the level "structure" needs no torch
 
@@ -172,7 +172,7 @@ class DataChecks:
         self.advance(op.nbytes)
 
     def _checks(
-        self, op: ReadOp, file: ReadFile, entries: Sequence[tuple[Header, Entry]], data: Bytes
+        self, op: ReadOp, file: ReadFile, entries: Sequence[tuple[Header, HeaderEntry]], data: Bytes
     ) -> Iterator[Callable[[], None]]:
         """Yields the checks of the bytes that one operation has read."""
         segments = op.segments

@@ -33,7 +33,7 @@ _MODULUS = 1 << 64
 """All sums are computed modulo this number."""
 
 
-class Values:
+class ValueChecks:
     """Collects what the values of one checkpoint are like. Several threads may use it.
 
     Weights of 16 bits have to be their master weights, rounded. Both are compared by a sum over their elements. The

@@ -142,9 +142,9 @@ class Assigned(NamedTuple):
     their lengths in bytes."""
     manifest_and_index: Sequence[bytes] = ()
     """The manifest without digests, and the index. Only the leaders of machines other than rank 0 get this and
-    ``needed_bytes``."""
-    needed_bytes: int = 0
-    """How many bytes the ranks of the machine write."""
+    ``data_bytes``."""
+    data_bytes: int = 0
+    """How many bytes of data files the ranks of the machine write."""
 
 
 class Preparation:
@@ -163,7 +163,8 @@ class Preparation:
     @without_collector
     def prepare(self) -> Facts:
         """Collects all state that this rank has to write. Returns the values that the ranks have to agree about."""
-        options = self.options = self.options.checked()
+        options, history = self.options.checked(), history_of(self._engine)
+        self.options = options
         adapter = self.adapter = readable(self._engine)
         offloaded = away(self._engine)
         if offloaded is not None:
@@ -185,13 +186,13 @@ class Preparation:
         if options.leave_out and options.client_state is not None:
             kept = kept_client_state(options.client_state, self._changes)
             options = self.options = replace(options, client_state=kept)
-        collected = self._collected = collect(adapter, options, history_of(self._engine).replicas)
+        collected = self._collected = collect(adapter, options, history.replicas)
         first = self._rank == 0
         if first:
             if collected.unsaved:
                 warn(f"the checkpoint does not hold {first_few(collected.unsaved, 5)}")
             self._lock = WriteLock(self._store)
-            self._earlier = earlier_checkpoint(options.reuse, self._engine, self.run)
+            self._earlier = earlier_checkpoint(options.reuse, history.last, self.run)
         differ = adapter.names_differ
         scalars = b"" if differ else digest(msgpack.packb(collected.scalars))
         to_join = b""
@@ -201,7 +202,7 @@ class Preparation:
         return Facts(
             options.common(self.target), scalars, self._client_digest(), linux.boot_id() or platform.node(),
             collected.buffers if first or differ else {}, to_join,
-            history_of(self._engine).run_id, sample,
+            history.run_id, sample,
             [(held.layout, held.values) for held in collected.replicas.values()],
         )  # fmt: skip
 
@@ -239,8 +240,8 @@ class Preparation:
             of_ranks[rank] = ForRank(shares, hosts[of_rank.host])
         return agreed, of_ranks
 
-    def _describe_state(self, run_id: str) -> None:
-        """Packs the root tree on rank 0, and keeps what the manifest has beside the records of the ranks."""
+    def _describe_state(self, run_id: str) -> catalog.SaveMetadata:
+        """Packs the root tree on rank 0, and returns what the manifest has beside the records of the ranks."""
         collected, options, adapter, packed = self._collected, self.options, self.adapter, b""
         aliases = collected.aliases
         if self._rank == 0:
@@ -262,7 +263,7 @@ class Preparation:
             **adapter.description,
         }
         lineage = Lineage(run_id, collected.use)
-        self._metadata = catalog.SaveMetadata(adapter.step, BLOCK_BYTES, aliases, packed, writer, lineage)
+        return catalog.SaveMetadata(adapter.step, BLOCK_BYTES, aliases, packed, writer, lineage)
 
     def _client_digest(self) -> bytes | None:
         options = self.options
@@ -282,7 +283,7 @@ class Preparation:
         agreed, own = Agreed(*agreed_fields), ForRank(*own_fields)
         options, collected, rank = self.options, self._collected, self._rank
         self._run_id = agreed.run_id
-        self._describe_state(agreed.run_id)
+        metadata = self._describe_state(agreed.run_id)
         rank_state = collected.rank_state
         if agreed.client_states_differ and options.each_client_state:  # a rank that has passed none writes an empty one
             rank_state = {**rank_state, names.CLIENT_STATE: dict(options.client_state or {})}
@@ -299,7 +300,7 @@ class Preparation:
         machine = self._machines.of(rank).ranks if self._machines.several else None
         self.write = RankWrite(
             store=self._store, latest_in=self.run if options.latest else None, save_id=save_id, rank=rank,
-            data_files=data_files, metadata=self._metadata, options=options, same=same, machine=machine,
+            data_files=data_files, metadata=metadata, options=options, same=same, machine=machine,
         )  # fmt: skip
         rank_record = catalog.pack(catalog.rank_record(rank, data_files))
         data_bytes = sum(data_file.nbytes for data_file in data_files)
@@ -377,7 +378,7 @@ class Preparation:
                 raise error
             warn(f"{error.message}: the checkpoint has the values of the first of these ranks")
         self._tell_changes(plans)
-        self.write.metadata = replace(self._metadata, machines=self._machines.tree())
+        self.write.metadata = replace(self.write.metadata, machines=self._machines.tree())
         records = catalog.unpack(of_rank.rank_record for of_rank in plans)
         self.write.describe(records)
         checked = self._machines.checked_by(self._hosts)
@@ -388,11 +389,10 @@ class Preparation:
         }
         for leader, *others in (machine.ranks for machine in self._machines.all):
             data_bytes = sum(plans[rank].data_bytes - plans[rank].shared_bytes for rank in (leader, *others))
-            needed_bytes = data_bytes + sum(map(len, self.write.described))
             if leader == self._rank:
-                self.write.needed_bytes = needed_bytes
+                self.write.data_bytes = data_bytes
             else:
-                assigned[leader] = Assigned(assigned[leader].to_check, self.write.described, needed_bytes)
+                assigned[leader] = Assigned(assigned[leader].to_check, self.write.described, data_bytes)
         return None, assigned
 
     def begin(self, assigned: Sequence[Any] | None) -> Space | None:
@@ -405,7 +405,7 @@ class Preparation:
         if not self._machines.leads(self._rank):
             return None
         if own.manifest_and_index:
-            (manifest, index), self.write.needed_bytes = own.manifest_and_index, own.needed_bytes
+            (manifest, index), self.write.data_bytes = own.manifest_and_index, own.data_bytes
             self.write.described = manifest, index
             self._lock = WriteLock(self._store, save_id=self.write.save_id)
         refuse_place(self._store, self.run, latest=self.options.latest)

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from zckpt.storage.contract import Condition, Prepared, Store
     from zckpt.storage.lock import WriteLock
     from zckpt.transfer.snapshot import Snapshot
-    from zckpt.transfer.write import Source
+    from zckpt.transfer.write import CopySource
     from zckpt.writing.options import WriteOptions
 
 
@@ -80,7 +80,7 @@ class RankWrite:
     metadata: catalog.SaveMetadata
     """The fields of the manifest that do not describe tensors or files."""
     options: WriteOptions
-    source: Source | None = None
+    source: CopySource | None = None
     """The checkpoint that is copied. None means that the state of an engine is written."""
     with_table: bool = True
     """Whether ``write_data_files`` also writes the digest table of the rank. If several processes copy files of one
@@ -95,9 +95,9 @@ class RankWrite:
     """Whether an earlier try of the same copy may have left files, with which this one goes on."""
     leaves_files: bool = False
     """Whether the files of the copy stay after a failure, so that another try can go on with them."""
-    needed_bytes: int = field(default=0, init=False)
-    """How many bytes all ranks write. ``describe`` sets it on rank 0. A copy of a whole checkpoint, which does not call
-    ``describe``, sets it itself."""
+    data_bytes: int = field(default=0, init=False)
+    """How many bytes the ranks write to this directory, beside what ``described`` has. ``describe`` sets it on rank 0,
+    as if all files were written there and none were shared."""
     lock: WriteLock | None = field(default=None, init=False)
     """The lock of the checkpoint, from ``begin`` to ``remove``. It is None on all ranks but the leader."""
     described: tuple[bytes, bytes] = field(default=(b"", b""), init=False)
@@ -131,8 +131,7 @@ class RankWrite:
     def describe(self, rank_records: Sequence[catalog.RankRecord]) -> None:
         """Makes the manifest and the index from the records of all ranks. Raises the errors of ``catalog``."""
         self.described = catalog.catalog(rank_records, self.save_id, self.metadata)
-        data_bytes = sum(file.nbytes for record in rank_records for file in record.files)
-        self.needed_bytes = data_bytes + sum(map(len, self.described))
+        self.data_bytes = sum(file.nbytes for record in rank_records for file in record.files)
 
     def begin(self, lock: WriteLock) -> Space:
         """Takes the lock. Then removes the leftovers of writers that died, because they take space, and makes the
@@ -179,7 +178,7 @@ class RankWrite:
         named = {} if left.manifest is None else {names.data_dir(left.manifest.save_id): named_files(left.manifest)}
         self._replaced = {name: named.get(name) for name in [*data, *foreign]}
         self._begun = True
-        return Space.of(store, self.needed_bytes)
+        return Space.of(store, self.data_bytes + sum(map(len, self.described)))
 
     def write_data_files(self, snapshot: Snapshot) -> bytes:
         """Writes this rank's files so that they survive a loss of power. Returns the digest of its digest table.

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from zckpt.engines.history import history_of
 from zckpt.errors import ZckptError, warn
 from zckpt.format.data_file import with_origin
 from zckpt.format.digest import DIGEST_BYTES, ReadFile
@@ -18,7 +17,7 @@ from zckpt.state.inventory import ANY_TIME, FileRange
 from zckpt.storage.schemes import open_store
 from zckpt.transfer.devices import devices_of, synchronize
 from zckpt.transfer.staging import host_pool, pool_for
-from zckpt.transfer.write import Source, unchanged_files
+from zckpt.transfer.write import CopySource, unchanged_files
 from zckpt.writing.collect import tensors_of
 
 if TYPE_CHECKING:
@@ -51,16 +50,16 @@ class SameFile:
     """The digests of all blocks of the file, one after the other."""
 
 
-def earlier_checkpoint(reuse: StrPath | None, engine: object, run: Store) -> str:
-    """Returns the path of the checkpoint whose files ``engine`` may share, or an empty text if there is none. For
-    "latest", that is the checkpoint that the engine has written or was restored from last, or else the one that the
-    file ``latest`` of ``run`` names. Raises CheckpointNotFoundError and FormatError (L001) for a path that was
+def earlier_checkpoint(reuse: StrPath | None, last: str | None, run: Store) -> str:
+    """Returns the path of the checkpoint whose files a write may share, or an empty text if there is none. For
+    "latest", that is ``last``, which the engine has written or was restored from last, or else the one that the file
+    ``latest`` of ``run`` names. Raises CheckpointNotFoundError and FormatError (L001) for a path that was
     given."""
     if reuse is None:
         return ""
     if reuse != LATEST:
         return str(find(reuse).location.absolute())
-    for place in (history_of(engine).last, str(run.location)):
+    for place in (last, str(run.location)):
         with suppress(ZckptError):
             if place is not None:
                 return str(find(place).location.absolute())
@@ -140,7 +139,7 @@ def _is_sound(data_file: DataFilePlan, file: SameFile, budget: Budget, block_byt
         store = open_store(file.location.parent)
         with closing(store.reader()) as reader:
             files = {name: ReadFile(name, data_file.nbytes)}
-            source = Source(store, reader, files, b"", False, lambda path, byte: None)
+            source = CopySource(store, reader, files, b"", False, lambda path, byte: None)
             unchanged = unchanged_files(plan, {0: file.digests}, budget, host_pool(batch_bytes), source)
             return bool(unchanged) and reader.read(name, 0, len(data_file.header)) == data_file.header
     except ZckptError:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zckpt.engines import optimizer, rng
-from zckpt.engines.contract import Use
+from zckpt.engines.contract import UsingMethod
 from zckpt.engines.deepspeed import data_sampler, refuse, scaler
 from zckpt.engines.deepspeed.experts import AutoExperts, MoeExperts, auto_experts_of
 from zckpt.engines.deepspeed.group import group_of_engine, process_group
@@ -151,36 +151,36 @@ class DeepSpeedAdapter(ModuleAdapter):
         steps = [(self.engine.optimizer, "step")] if self.trains else []
         call_before(action, [*steps, (self.engine, "offload_states"), (self.engine, "reload_states")])
 
-    def uses(self) -> Iterator[Use]:
+    def uses(self) -> Iterator[UsingMethod]:
         engine = self.engine
         weights = {PARAM, BUFFER}
-        yield Use(engine, "forward", weights)
-        yield Use(engine, "save_16bit_model", weights)
-        yield Use(engine, "_zero3_consolidated_16bit_state_dict", weights, "module_state_dict")
-        yield Use(engine.module, "__call__", weights, "a call of the module")
+        yield UsingMethod(engine, "forward", weights)
+        yield UsingMethod(engine, "save_16bit_model", weights)
+        yield UsingMethod(engine, "_zero3_consolidated_16bit_state_dict", weights, "module_state_dict")
+        yield UsingMethod(engine.module, "__call__", weights, "a call of the module")
         for method in ("state_dict", "load_state_dict"):
-            yield Use(engine.module, method, weights)
+            yield UsingMethod(engine.module, method, weights)
         # Conversions of a module, such as half, to and share_memory, call this method.
-        yield Use(engine.module, "_apply", weights, "a conversion of the module")
+        yield UsingMethod(engine.module, "_apply", weights, "a conversion of the module")
         # Muon combines its momentum with the gradients while they are reduced.
         moment = {"momentum_buffer"} if self.trains and uses_muon(self.kind.optimizer) else set()
         for method in ("backward", "_backward_prologue"):  # DeepSpeed calls the second for loss.backward()
             if hasattr(engine, method):
-                yield Use(engine, method, {PARAM, GRADIENT} | moment, "backward")
-        yield Use(engine, "zero_grad", {GRADIENT})
+                yield UsingMethod(engine, method, {PARAM, GRADIENT} | moment, "backward")
+        yield UsingMethod(engine, "zero_grad", {GRADIENT})
         for method in ("step", "offload_states", "reload_states"):
-            yield Use(engine, method)
+            yield UsingMethod(engine, method)
         # All stages of a pipeline call these, before one of them waits for what another one computes.
         for method in ("train_batch", "eval_batch"):
             if hasattr(engine, method):
-                yield Use(engine, method)
+                yield UsingMethod(engine, method)
         for method in ("save_checkpoint", "load_checkpoint"):
             if not isinstance(vars(engine).get(method), partial):  # zckpt.attach replaces both with zckpt's own
-                yield Use(engine, method)
+                yield UsingMethod(engine, method)
         if self.trains:
             for owner in {id(owner): owner for owner in (engine.optimizer, self.kind.optimizer)}.values():
                 for method in ("step", "state_dict", "load_state_dict"):
-                    yield Use(owner, method)
+                    yield UsingMethod(owner, method)
 
     def restoring(self, selection: Selection) -> DeepSpeedRestoring:
         return DeepSpeedRestoring(self, selection)

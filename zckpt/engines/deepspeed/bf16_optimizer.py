@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from zckpt.engines.deepspeed.zero12 import Group, Zero12
+from zckpt.engines.deepspeed.zero12 import Zero12, ZeroGroup
 from zckpt.engines.flats import consecutive
 from zckpt.state.inventory import GRADIENT
 
@@ -39,7 +39,7 @@ class Bf16Optimizer(Zero12):
         self._wrapper.clear_lp_grads()
 
     @classmethod
-    def _groups(cls, wrapper: Any) -> Iterator[Group]:
+    def _groups(cls, wrapper: Any) -> Iterator[ZeroGroup]:
         columns = (wrapper.bf16_groups, wrapper.fp32_groups_flat_partition, wrapper.real_dp_process_group)
         for parameters, master, process_group in zip(*columns, strict=True):
-            yield Group(parameters, consecutive(parameter.shape for parameter in parameters), master, process_group)
+            yield ZeroGroup(parameters, consecutive(parameter.shape for parameter in parameters), master, process_group)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from zckpt.state.inventory import Holding
 
 
-class Group(NamedTuple):
+class ZeroGroup(NamedTuple):
     """One param group."""
 
     parameters: Sequence[Any]
@@ -186,7 +186,7 @@ class Zero12(replicas.Replicated):
         return tuple(flats)
 
     @classmethod
-    def _groups(cls, wrapper: Any) -> Iterator[Group]:
+    def _groups(cls, wrapper: Any) -> Iterator[ZeroGroup]:
         for index, master in enumerate(wrapper.single_partition_of_fp32_groups):
             parameters = wrapper.round_robin_bit16_groups[index]
             if hasattr(wrapper, "round_robin_bit16_offsets"):
@@ -195,7 +195,7 @@ class Zero12(replicas.Replicated):
                 offsets = consecutive(meta.shape for meta in wrapper.round_robin_bit16_meta[index])
             by_muon = wrapper.optimizer.param_groups[index].get("use_muon") and not wrapper.cpu_offload
             muon = wrapper.params_in_partition[index] if by_muon else ()
-            yield Group(parameters, offsets, master, wrapper.real_dp_process_group[index], muon)
+            yield ZeroGroup(parameters, offsets, master, wrapper.real_dp_process_group[index], muon)
 
 
 def uses_muon(optimizer: Any) -> bool:

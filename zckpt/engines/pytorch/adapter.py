@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from zckpt.engines import optimizer, rng
-from zckpt.engines.contract import Use
+from zckpt.engines.contract import UsingMethod
 from zckpt.engines.group import rank_group_of
 from zckpt.engines.hooks import call_before
 from zckpt.engines.module_adapter import ModuleAdapter, Named
@@ -144,17 +144,17 @@ class TorchAdapter(ModuleAdapter):
     def before_change(self, action: Callable[[], None]) -> None:
         call_before(action, [(each, "step") for each in self.engine.optimizers])
 
-    def uses(self) -> Iterator[Use]:
+    def uses(self) -> Iterator[UsingMethod]:
         for module in {id(module): module for module in (self.engine.model, self.module)}.values():
-            yield Use(module, "__call__", {PARAM, BUFFER}, "a call of the model")
+            yield UsingMethod(module, "__call__", {PARAM, BUFFER}, "a call of the model")
             for method in ("state_dict", "load_state_dict"):
-                yield Use(module, method, {PARAM, BUFFER})
+                yield UsingMethod(module, method, {PARAM, BUFFER})
             # Conversions of a module, such as half, to and share_memory, call this method.
-            yield Use(module, "_apply", {PARAM, BUFFER}, "a conversion of the model")
+            yield UsingMethod(module, "_apply", {PARAM, BUFFER}, "a conversion of the model")
         for each in self.engine.optimizers:
-            yield Use(each, "zero_grad", {GRADIENT})
+            yield UsingMethod(each, "zero_grad", {GRADIENT})
             for method in ("step", "state_dict", "load_state_dict"):
-                yield Use(each, method)
+                yield UsingMethod(each, method)
 
     def restoring(self, selection: Selection) -> TorchRestoring:
         return TorchRestoring(self, selection)

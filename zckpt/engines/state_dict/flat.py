@@ -166,7 +166,7 @@ def matches(name: str, patterns: Collection[str]) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Contents:
+class HeldLeaves:
     """What this rank has of a state dict, by the names of its leaves."""
 
     tensors: dict[str, HeldTensor]
@@ -178,7 +178,7 @@ class Contents:
     """The names of the plain values that are an ``io.BytesIO``."""
 
     @classmethod
-    def of(cls, state_dict: Mapping[Any, Any], ranks: int) -> Contents:
+    def of(cls, state_dict: Mapping[Any, Any], ranks: int) -> HeldLeaves:
         """Returns the contents of a state dict. ``ranks``: as for ``held``. Raises the errors of ``leaves_of`` and
         ``held``."""
         made = cls({}, {}, {}, set())
@@ -199,7 +199,7 @@ class Contents:
             self.streams.add(name)
         self.values[name] = value.getvalue() if isinstance(value, BytesIO) else value
 
-    def with_own(self, per_rank: Collection[str]) -> Contents:
+    def with_own(self, per_rank: Collection[str]) -> HeldLeaves:
         """Returns the same, with the plain tensors that a name or glob in ``per_rank`` matches as each rank's own."""
         if not per_rank:
             return self
