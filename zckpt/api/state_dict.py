@@ -256,7 +256,7 @@ def _joined(tensors_of_ranks: Sequence[Any], values_of_ranks: Sequence[Any]) -> 
 def _holders(of_ranks: Sequence[Mapping[str, object]]) -> _Holders:
     """Returns the ranks that have each name. If all ranks have the same names, it is rank 0 for each."""
     if len(of_ranks) == 1:
-        return dict.fromkeys(of_ranks[0], [0])
+        return {name: [0] for name in of_ranks[0]}
     holders: dict[str, list[int]] = {}
     for rank, names in enumerate(of_ranks):
         for name in names:
