@@ -20,6 +20,7 @@ from zckpt.format import manifest as manifest_format
 from zckpt.format import names
 from zckpt.format.digest import digest
 from zckpt.format.limits import MANIFEST_BYTES_MAX
+from zckpt.format.names import Tier
 from zckpt.listing.doubt import refuse_doubt
 from zckpt.listing.files import lengths
 from zckpt.listing.leftovers import is_file, may_be_named, named_files, run_leftovers
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
     from zckpt.plan.layout import DataFilePlan
+    from zckpt.plan.together import CommonFile
     from zckpt.storage.contract import Condition, Prepared, Store
     from zckpt.storage.lock import WriteLock
     from zckpt.transfer.snapshot import Snapshot
@@ -76,7 +78,7 @@ class RankWrite:
     """The save id of the lock of rank 0. In a copy of a whole checkpoint, it is the save id of that checkpoint."""
     rank: int
     data_files: Sequence[DataFilePlan]
-    """The data files of this rank."""
+    """The data files of this rank, and the ranges of common files that it writes."""
     metadata: catalog.SaveMetadata
     """The fields of the manifest that do not describe tensors or files."""
     options: WriteOptions
@@ -91,6 +93,8 @@ class RankWrite:
     machine: Collection[int] | None = None
     """The ranks whose files are in this directory, if each machine writes to a disk of its own. None means all
     ranks."""
+    common_files: Sequence[CommonFile] = ()
+    """The files that several ranks write, and that this rank makes before they do."""
     goes_on: bool = False
     """Whether an earlier try of the same copy may have left files, with which this one goes on."""
     leaves_files: bool = False
@@ -182,14 +186,32 @@ class RankWrite:
         return Space.of(store, self.needed_bytes)
 
     def write_data_files(self, snapshot: Snapshot) -> bytes:
-        """Writes this rank's files so that they survive a loss of power. Returns the digest of its digest table.
+        """Writes this rank's files so that they survive a loss of power. Returns the digest of its digest table. Raises
+        the errors of ``write_data``."""
+        return self.put_table(self.write_data(snapshot))
+
+    def make_common_files(self) -> None:
+        """Makes the files that several ranks of one host write, on the first of these ranks. They need not be durable
+        yet, because each rank makes the files durable that it has written to. Raises StorageError."""
+        for file in self.common_files:
+            self.store.make(file.id.path, file.nbytes, reserve=file.id.tier is not Tier.NVME)
+
+    def put_table(self, table: bytes) -> bytes:
+        """Writes the digest table of this rank, and makes the names of its files durable. Returns the digest of the
+        table. Raises StorageError."""
+        if self.with_table:
+            self.store.put_new(names.digests_path(self.save_id, self.rank), table)
+        self.store.sync_names(names.rank_dir(self.save_id, self.rank))
+        return digest(table)
+
+    def write_data(self, snapshot: Snapshot) -> bytes:
+        """Writes the data of this rank's files, and makes them durable. Returns their digests.
 
         ``snapshot`` is told when all parts have been read that may change at any time (in a write that is not lazy, all
         parts), and again when all parts have been read. At these moments, up to max(``snapshot_bytes``, budget) bytes
         may still be in buffers. Raises StorageError, RankError, and ZckptError if the write is given up.
         """
         store, options, block_bytes = self.store, self.options, self.metadata.block_bytes
-        rank_dir = names.rank_dir(self.save_id, self.rank)
         # Tensors that were not contiguous were copied while the write was planned. In the background, that was another
         # thread, whose stream of the device this thread has to wait for.
         devices = devices_of(tensors_of(fragment for data_file in self.data_files for fragment in data_file.fragments))
@@ -211,11 +233,7 @@ class RankWrite:
             logged("wrote", str(store.location), plan.tensor_bytes),
             reported(options.progress, "write", plan.tensor_bytes) as advance,
         ):
-            table = run_writes(store, plan, budget, staging, snapshot, advance, self.source, shared, snapshot_bytes)
-        if self.with_table:
-            store.put_new(names.digests_path(self.save_id, self.rank), table)
-        store.sync_names(rank_dir)
-        return digest(table)
+            return run_writes(store, plan, budget, staging, snapshot, advance, self.source, shared, snapshot_bytes)
 
     def commit(self, digests: Sequence[bytes]) -> None:
         """Commits the checkpoint. The caller calls it when the files of every rank are durable. ``digests`` has the
