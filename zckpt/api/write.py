@@ -299,7 +299,7 @@ def _finish(prepared: Preparation, ranks: Ranks, upload: Upload | None, snapshot
     rank_write = prepared.write
     try:
         _, digests = ranks.decide_each(
-            lambda: prepared.write_data_files(snapshot),
+            lambda: rank_write.write_data_files(snapshot),
             lambda all_of: (None, dict.fromkeys(prepared.leaders, all_of)),
             "write",
         )

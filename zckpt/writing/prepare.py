@@ -25,7 +25,7 @@ from zckpt.offloading.away import away
 from zckpt.plan import catalog
 from zckpt.plan.layout import plan_data_files
 from zckpt.plan.replicas import Share, own_shares
-from zckpt.plan.together import Range, common_files, joined_digests, own_files, with_common_files
+from zckpt.plan.together import Range, common_files, own_files, with_common_files
 from zckpt.ranks.collectives import check_arguments
 from zckpt.state.inventory import BUFFER
 from zckpt.state.lineage import Lineage
@@ -54,7 +54,6 @@ if TYPE_CHECKING:
     from zckpt.storage.contract import Store
     from zckpt.storage.location import StrPath
     from zckpt.storage.space import Space
-    from zckpt.transfer.snapshot import Snapshot
     from zckpt.writing.options import WriteOptions
 
 T = TypeVar("T")
@@ -314,13 +313,13 @@ class Preparation:
             data_files=(*alone, *ranges_of_files), metadata=self._metadata, options=options, same=same, machine=machine,
             common_files=self._common_files,
         )  # fmt: skip
-        self._own_blocks = sum(data_file.blocks for data_file in alone)
+        own_blocks = sum(data_file.blocks for data_file in alone)
         common_blocks = sum(sum(file.blocks.values()) for file in self._common_files)
-        record = with_common_files(catalog.rank_record(rank, alone), self._common_files, self._own_blocks)
+        record = with_common_files(catalog.rank_record(rank, alone), self._common_files, own_blocks)
         return Planned(
             catalog.pack(record), collected.scalars if agreed.scalars_differ else {},
             sum(data_file.nbytes for data_file in self.write.data_files),
-            DIGEST_BYTES * (self._own_blocks + common_blocks), self.write.shared_bytes(), self._changes.replaced,
+            DIGEST_BYTES * (own_blocks + common_blocks), self.write.shared_bytes(), self._changes.replaced,
             self._changes.left_out, self._differing,
         )  # fmt: skip
 
@@ -442,7 +441,8 @@ class Preparation:
     def connect(self, ranks: Ranks) -> None:
         """Connects this rank with those that write to the same files. ``ranks``: those that finish the write. A write
         in the background has to do this while the training still has its process groups."""
-        self._writers = ranks.part(self._together)
+        if len(self._together) > 1:
+            self.write.writers = ranks.part(self._together)
 
     def begin(self, assigned: Sequence[Any] | None) -> Space | None:
         """On the leader of each machine, takes the lock, and makes the directory of the data. Gets what ``describe``
@@ -494,23 +494,6 @@ class Preparation:
         replaced = {path: said for of_rank in plans for path, said in of_rank.replaced.items()}
         tell(self._engine, "some values come back in a plain form", replaced)
         tell(self._engine, LEFT_OUT, {path: said for of_rank in plans for path, said in of_rank.left_out.items()})
-
-    def write_data_files(self, snapshot: Snapshot) -> bytes:
-        """Does what ``RankWrite.write_data_files`` does, together with the ranks that write to the same files."""
-        own = b""
-
-        def write() -> bytes:
-            nonlocal own
-            table, own_bytes = self.write.write_data(snapshot), self._own_blocks * DIGEST_BYTES
-            own = table[:own_bytes]
-            return table[own_bytes:]
-
-        def join(digests: Sequence[bytes]) -> tuple[None, dict[int, bytes]]:
-            return None, {0: joined_digests(self._common_files, dict(zip(self._together, digests, strict=True)))}
-
-        self._writers.together(self.write.make_common_files, "write")
-        _, common = self._writers.decide_each(write, join, "write")
-        return self.write.put_table(own + (common or b""))
 
     def check_files(self) -> None:
         """Checks the files of another rank, as ``RankWrite.check_files`` does."""
