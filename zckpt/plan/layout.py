@@ -201,12 +201,18 @@ def plan_copied_file(data_file: DataFileId, region_bytes: Ints, first_block: int
 
 
 def plan_range(
-    alone: DataFilePlan, data_file: DataFileId, header: bytes, start: int, first_block: int, *, block_bytes: int
+    alone: DataFilePlan,
+    data_file: DataFileId,
+    header: bytes,
+    start: int,
+    padding: int,
+    first_block: int,
+    *,
+    block_bytes: int,
 ) -> DataFilePlan:
-    """Returns the plan of a range of a file that several ranks write. The range has the data of ``alone`` and then a
-    filler, if one is needed to fill the last page. It begins at byte ``start``, with ``header`` if it is the first."""
+    """Returns the plan of a range of a file that several ranks write. The range begins at byte ``start``, with
+    ``header`` if it is the first. It has the data of ``alone``, and then a filler of ``padding`` bytes."""
     sources, nbytes = alone.regions.source[1:], alone.regions.nbytes[1:]
-    padding = -int(nbytes.sum()) % DATA_ALIGNMENT_BYTES
     if padding:
         sources, nbytes = np.append(sources, FILLER), np.append(nbytes, padding)
     if header:

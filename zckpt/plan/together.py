@@ -43,6 +43,8 @@ class Range(NamedTuple):
     """The header of the file, for the rank whose range is the first. It is empty for all others."""
     start: int
     """The first byte of the range in the file."""
+    padding: int
+    """How many zeros follow the last piece, so that the range ends with a page. The last range needs none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +97,9 @@ def _common_file(
     entries: list[EntryFields] = []
     shapes: dict[str, tuple[int, ...]] = {}
     sections: dict[str, Sections] = {}
-    columns, starts, firsts, stop = [], {}, [], 0
+    starts: dict[int, int] = {}
+    padding: dict[int, int] = {}
+    columns, firsts, stop = [], [], 0
     for record, file in members:
         own = record.piece_columns[file.columns_id]
         item_bytes = np.array([ITEM_BYTES[dtype] for _, _, dtype, _ in record.tensors], np.int64)
@@ -116,9 +120,10 @@ def _common_file(
             shapes[name] = shape
             if grid:
                 sections[name] = grid
-        end_of_data, stop = stop, -(-stop // DATA_ALIGNMENT_BYTES) * DATA_ALIGNMENT_BYTES
-        if stop > end_of_data:
-            entries.append(_filler(len(entries), end_of_data, stop))
+        padding[record.rank] = 0 if record is members[-1][0] else -stop % DATA_ALIGNMENT_BYTES
+        if padding[record.rank]:
+            entries.append(_filler(len(entries), stop, stop + padding[record.rank]))
+            stop += padding[record.rank]
         numbers = np.array([tensors.setdefault(tensor, len(tensors)) for tensor in record.tensors], np.int64)
         columns.append((numbers[own.tensor], own.start, own.stop, own.copy, own.offset + begin))
     if len({name for name, *_ in entries}) < len(entries):
@@ -134,15 +139,13 @@ def _common_file(
     is_piece = np.array([not name.startswith(FILLER_PREFIX) for name, *_ in entries], bool)
     blocks = np.add.reduceat(counts[1:], firsts)
     blocks[0] += counts[0]
-    first = Range(data_file.part, data_file.tier, header, 0)
     table = [np.concatenate(column, dtype=np.int64) for column in zip(*columns, strict=True)]
     table.append(first_block[is_piece])
+    place, first = (data_file.part, data_file.tier), members[0][0].rank
+    ranges = {rank: Range(*place, b"", len(header) + start, padding[rank]) for rank, start in starts.items()}
+    ranges[first] = ranges[first]._replace(header=header, start=0)
     return CommonFile(
-        data_file, len(header) + stop, len(header), tuple(tensors), PieceColumns(*table),
-        {
-            rank: Range(data_file.part, data_file.tier, b"", len(header) + start) if number else first
-            for number, (rank, start) in enumerate(starts.items())
-        },
+        data_file, len(header) + stop, len(header), tuple(tensors), PieceColumns(*table), ranges,
         dict(zip(starts, blocks.tolist(), strict=True)),
     )  # fmt: skip
 
@@ -170,7 +173,7 @@ def own_files(
     shared = []
     for own in ranges:
         data_file = replace(to_share[own].id, rank=first_rank)
-        place = own.header, own.start, first_block
+        place = own.header, own.start, own.padding, first_block
         plan = plan_range(to_share[own], data_file, *place, block_bytes=block_bytes)
         first_block += plan.blocks
         if plan.nbytes:
