@@ -163,7 +163,7 @@ def unpack(raws: Iterable[bytes]) -> list[RankRecord]:
     return sorted(records, key=lambda record: record.rank)
 
 
-class _Tensors:
+class Tensors:
     """The tensors that the ranks have recorded, numbered from 0. A tensor is a name with a shape, a dtype and a
     grid."""
 
@@ -186,6 +186,11 @@ class _Tensors:
                     self.name_ids.setdefault(self.tensors[-1][0], len(self.name_ids))
             self._known[id(tensors)] = np.array([self._ids[packed] for packed in tensors], np.int64)
         return self._known[id(tensors)]
+
+    @property
+    def packed(self) -> tuple[bytes, ...]:
+        """The packed tensors, in the order of their numbers."""
+        return tuple(self._ids)
 
     @cached_property
     def name_of(self) -> Ints:
@@ -337,7 +342,7 @@ def catalog(rank_records: Sequence[RankRecord], save_id: str, metadata: SaveMeta
     tensors, or for anything else that a reader would refuse.
     """
     _check_pieces(rank_records)
-    numbered = _Tensors()
+    numbered = Tensors()
     parts: dict[str, list[_FilePieces]] = {}
     part_ids: dict[str, int] = {}
     files: list[File] = []

@@ -19,7 +19,7 @@ from zckpt.format.digest import DIGEST_BYTES, block_count
 from zckpt.format.dtypes import ITEM_BYTES
 from zckpt.format.limits import DATA_ALIGNMENT_BYTES, DIGEST_TABLE_BYTES_MAX
 from zckpt.format.names import FILLER_PREFIX, Tier, partial_name
-from zckpt.plan.catalog import FileRecord, PieceColumns, RankRecord
+from zckpt.plan.catalog import FileRecord, PieceColumns, RankRecord, Tensors
 from zckpt.plan.layout import plan_range
 from zckpt.state.inventory import BUFFER
 
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
     from zckpt.format.data_file import EntryFields
     from zckpt.geometry import Sections
-    from zckpt.plan.catalog import Tensor
     from zckpt.plan.layout import DataFilePlan
 
 HINT = "let fewer ranks share a file: ranks_per_file"
@@ -54,7 +53,7 @@ class CommonFile:
     id: DataFileId
     nbytes: int
     data_start: int
-    tensors: tuple[Tensor, ...]
+    tensors: tuple[bytes, ...]
     pieces: PieceColumns
     """The pieces of all ranges. ``tensor`` is a position in ``tensors``."""
     ranges: Mapping[int, Range]
@@ -75,13 +74,16 @@ def common_files(
     for record in records:
         for file in record.files:
             members.setdefault((file.part, file.tier), []).append((record, file))
+    tensors = Tensors()
+    for record in records:
+        tensors.add(record.tensors)
     first = records[0].rank
     files: list[CommonFile] = []
     for (part, tier), of_file in members.items():
         has_copies = any(record.piece_columns[file.columns_id].copy.any() for record, file in of_file)
         if len(of_file) > 1 and part != BUFFER and not has_copies:
             file_id = DataFileId(save_id, first, world_size, part, tier)
-            files += filter(None, [_common_file(file_id, of_file, block_bytes)])
+            files += filter(None, [_common_file(file_id, of_file, tensors, block_bytes)])
     table_bytes = sum(sum(file.blocks.values()) for file in files) * DIGEST_BYTES
     if table_bytes > DIGEST_TABLE_BYTES_MAX:
         raise UnsupportedError(f"the digests of {len(records)} ranks do not fit in one table of digests", hint=HINT)
@@ -89,11 +91,12 @@ def common_files(
 
 
 def _common_file(
-    data_file: DataFileId, members: Sequence[tuple[RankRecord, FileRecord]], block_bytes: int
+    data_file: DataFileId, members: Sequence[tuple[RankRecord, FileRecord]], tensors: Tensors, block_bytes: int
 ) -> CommonFile | None:
-    """Returns the file that is made of the files of several ranks. Returns None if it would have two entries of one
-    name."""
-    tensors: dict[Tensor, int] = {}
+    """Returns the file that is made of the files of several ranks. ``tensors`` has all tensors of these ranks. Returns
+    None if the file would have two entries of one name."""
+    item_bytes = np.array([ITEM_BYTES[dtype] for _, _, dtype, _ in tensors.tensors], np.int64)
+    numel = [math.prod(shape) for _, shape, _, _ in tensors.tensors]
     entries: list[EntryFields] = []
     shapes: dict[str, tuple[int, ...]] = {}
     sections: dict[str, Sections] = {}
@@ -102,16 +105,15 @@ def _common_file(
     columns, firsts, stop = [], [], 0
     for record, file in members:
         own = record.piece_columns[file.columns_id]
-        item_bytes = np.array([ITEM_BYTES[dtype] for _, _, dtype, _ in record.tensors], np.int64)
-        nbytes = (own.stop.astype(np.int64) - own.start) * item_bytes[own.tensor]
+        tensor = tensors.add(record.tensors)[own.tensor]
+        nbytes = (own.stop - own.start) * item_bytes[tensor]
         begin = starts[record.rank] = stop
         firsts.append(len(entries))
-        numel = [math.prod(shape) for _, shape, _, _ in record.tensors]
-        pieces = (own.tensor, own.start, own.stop, own.offset + begin, nbytes)
+        pieces = (tensor, own.start, own.stop, own.offset + begin, nbytes)
         for number, start, end, offset, size in zip(*(column.tolist() for column in pieces), strict=True):
             if offset > stop:
                 entries.append(_filler(len(entries), stop, offset))
-            name, shape, dtype, grid = record.tensors[number]
+            name, shape, dtype, grid = tensors.tensors[number]
             stop = offset + size
             if end - start == numel[number] and not grid:
                 entries.append((name, dtype, shape, offset, size))
@@ -124,8 +126,7 @@ def _common_file(
         if padding[record.rank]:
             entries.append(_filler(len(entries), stop, stop + padding[record.rank]))
             stop += padding[record.rank]
-        numbers = np.array([tensors.setdefault(tensor, len(tensors)) for tensor in record.tensors], np.int64)
-        columns.append((numbers[own.tensor], own.start, own.stop, own.copy, own.offset + begin))
+        columns.append((tensor, own.start, own.stop, own.copy, own.offset + begin))
     if len({name for name, *_ in entries}) < len(entries):
         return None  # Several ranks have the same tensor without elements.
     try:
@@ -145,7 +146,7 @@ def _common_file(
     ranges = {rank: Range(*place, b"", len(header) + start, padding[rank]) for rank, start in starts.items()}
     ranges[first] = ranges[first]._replace(header=header, start=0)
     return CommonFile(
-        data_file, len(header) + stop, len(header), tuple(tensors), PieceColumns(*table), ranges,
+        data_file, len(header) + stop, len(header), tensors.packed, PieceColumns(*table), ranges,
         dict(zip(starts, blocks.tolist(), strict=True)),
     )  # fmt: skip
 
