@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import tempfile
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 import torch
@@ -93,6 +95,16 @@ def test_the_first_rank_of_each_group_has_the_files(run: Path) -> None:
     own = {f"rank-{rank:05}/{name}" for rank in range(6) for name in ("buffer.safetensors", "digests.bin")}
     assert files(run / "common") == common | own
     assert len(files(run / "own")) == 6 * 7 - 2  # ranks 4 and 5 have nothing of "few"
+
+
+def test_only_ranks_of_one_host_write_to_one_file(tmp_path: Path) -> None:
+    def host() -> str:
+        return "ab"[int(threading.current_thread().name.removeprefix("rank-")) % 2]
+
+    with mock.patch("zckpt.writing.prepare.linux.boot_id", host):
+        on_ranks(5, write(tmp_path / "c", 2))
+    masters = {path.partition("/")[0] for path in files(tmp_path / "c") if path.endswith("master.safetensors")}
+    assert masters == {"rank-00000", "rank-00001", "rank-00004"}  # of the ranks 0 and 2, 1 and 3, and 4
 
 
 def test_every_reader_finds_the_same_values(run: Path) -> None:
