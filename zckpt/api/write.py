@@ -233,7 +233,9 @@ def write_engine(
     with ranks.undivided():
         agreed, own = ranks.decide_each(prepare, prepared.agree, "prepare the write")
         prepared.find_machines(agreed, ranks)
-        _, assigned = ranks.decide_each(lambda: prepared.plan(agreed, own, ranks), prepared.describe, "plan the write")
+        _, assigned = ranks.decide_each(
+            lambda: prepared.plan(agreed, own, ranks), prepared.describe, "plan the write", interruptible=False
+        )
         # The ranks have agreed by now on whether they write in the background.
         writing_ranks = Ranks(group, channel=BACKGROUND, call=call) if options.background else ranks
         if options.copy_to is not None:
@@ -243,13 +245,14 @@ def write_engine(
         def begin() -> Space | None:
             nonlocal pending
             prepared.connect(writing_ranks)
-            if options.background:
-                pending = PendingWrite(prepared.target, finish, writing_ranks)
-            queue.expect(upload)
-            return prepared.begin(assigned)
+            with ranks.interruptible():
+                if options.background:
+                    pending = PendingWrite(prepared.target, finish, writing_ranks)
+                queue.expect(upload)
+                return prepared.begin(assigned)
 
         try:
-            spaces = ranks.decide_each(begin, prepared.of_leaders, "begin the write")
+            spaces = ranks.decide_each(begin, prepared.of_leaders, "begin the write", interruptible=False)
             ranks.together(lambda: prepared.join(*spaces), "begin the write")
             if pending is None:
                 finish(Snapshot())
@@ -302,6 +305,7 @@ def _finish(prepared: Preparation, ranks: Ranks, upload: Upload | None, snapshot
             lambda: rank_write.write_data_files(snapshot),
             lambda all_of: (None, dict.fromkeys(prepared.leaders, all_of)),
             "write",
+            interruptible=rank_write.writers is None,
         )
 
         def check() -> None:

@@ -92,11 +92,13 @@ class Ranks:
     def part(self, numbers: Sequence[int]) -> Ranks:
         """Some of these ranks, among them this one, by their numbers in ascending order. They may do steps of their own
         in an action of a step of all ranks. If such a step fails, all of them leave the action with an error. So
-        whatever can fail in the action has to be in their steps, or come after them."""
+        whatever can fail in the action has to be in their steps, or come after them. This includes Ctrl-C: the step of
+        all ranks is not ``interruptible``, and the steps of these ranks are."""
         ranks = object.__new__(Ranks)
         members = tuple(self.members[number] for number in numbers)
         # The channel is another one even if these are all ranks, because a step inside of a step may lose its group.
         ranks._connect(members, self.job_rank, f"{self._channel} of a part", self._call)
+        ranks._interrupts = self._interrupts
         return ranks
 
     @property

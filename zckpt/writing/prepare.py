@@ -301,8 +301,12 @@ class Preparation:
             partial(self._share_files, agreed.save_id),
             "plan the write",
         )
+        with ranks.interruptible():
+            return self._plan_write(agreed, own, [Range(*fields) for fields in ranges or ()])
+
+    def _plan_write(self, agreed: Agreed, own: ForRank, shares: Sequence[Range]) -> Planned:
+        """Plans what this rank writes, which includes its ranges of common files."""
         options, collected, rank = self.options, self._collected, self._rank
-        shares = [Range(*fields) for fields in ranges or ()]
         own_plans, ranges_of_files = own_files(self._planned, shares, self._together[0], block_bytes=BLOCK_BYTES)
         alone, same = self._reused(own_plans, agreed.earlier)
         if options.background and options.snapshot_bytes is None:
