@@ -4,6 +4,7 @@ files."""
 from __future__ import annotations
 
 import platform
+from bisect import bisect_left
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
@@ -111,8 +112,10 @@ class ForRank(NamedTuple):
     shares: Sequence[tuple[int, int, bool]]
     """For each set of replicas of which the rank holds one: the number of its share, the number of the shares, and
     whether the ranks that hold the set have other values."""
-    ranks_of_host: Sequence[int]
-    """The ranks that are on the computer of this rank."""
+    ranks_of_host: int
+    """How many ranks are on the computer of this rank."""
+    group: Sequence[int]
+    """Those of them that write to the same files as this rank, if they see the same directory."""
 
 
 class Planned(NamedTuple):
@@ -247,7 +250,9 @@ class Preparation:
         for rank, of_rank in enumerate(facts):
             layouts = [layout for layout, _ in of_rank.replicas]
             shares = [(numbers[layout][rank], len(numbers[layout]), differ[layout]) for layout in layouts]
-            of_ranks[rank] = ForRank(shares, ranks_of[of_rank.host])
+            here, most = ranks_of[of_rank.host], self.options.ranks_per_file
+            first = bisect_left(here, rank) // most * most
+            of_ranks[rank] = ForRank(shares, len(here), here[first : first + most])
         return agreed, of_ranks
 
     def _describe_state(self, run_id: str) -> None:
@@ -293,9 +298,7 @@ class Preparation:
         agreed, own = Agreed(*agreed_fields), ForRank(*own_fields)
         # Only ranks of one host share files, because they also share the host's page cache. Two hosts that write to one
         # file would wait for each other's locks, or lose bytes, on many file systems.
-        here = [rank for rank in own.ranks_of_host if rank in self._machines.of(self._rank).ranks]
-        first = here.index(self._rank) // self.options.ranks_per_file * self.options.ranks_per_file
-        self._together = here[first : first + self.options.ranks_per_file]
+        self._together = [rank for rank in own.group if rank in self._machines.of(self._rank).ranks]
         _, ranges = ranks.part(self._together).decide_each(
             lambda: self._plan_alone(agreed, own),
             partial(self._share_files, agreed.save_id),
@@ -310,7 +313,7 @@ class Preparation:
         own_plans, ranges_of_files = own_files(self._planned, shares, self._together[0], block_bytes=BLOCK_BYTES)
         alone, same = self._reused(own_plans, agreed.earlier)
         if options.background and options.snapshot_bytes is None:
-            options = replace(options, snapshot_bytes=available_bytes() // 2 // len(own.ranks_of_host))
+            options = replace(options, snapshot_bytes=available_bytes() // 2 // own.ranks_of_host)
         machine = self._machines.of(rank).ranks if self._machines.several else None
         self.write = RankWrite(
             store=self._store, latest_in=self.run if options.latest else None, save_id=agreed.save_id, rank=rank,
