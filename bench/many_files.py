@@ -1,11 +1,11 @@
-"""Measures what the number of data files costs, if each of many ranks has its own or if several ranks share one.
+"""Measures what the number of data files costs: many ranks write a checkpoint with ``ranks_per_file=1``, 8 and 64.
 
-    python bench/many_files.py DIRECTORY [--ranks N] [--parts N] [--kib N] [--threads N] [--runs N]
+    python bench/many_files.py DIRECTORY [--ranks N] [--kib N] [--runs N]
 
-Threads write the data files of all ranks and make them durable, as ``zckpt.write`` does. zckpt has one data file for
-each rank and part. Here, groups of K ranks also share the files of their first rank: each rank writes to a range of
-them. Then the program measures how long it takes to open all data files and look at their lengths, in one thread and in
-all threads, and to remove them.
+The ranks are threads of this process (``zckpt.testing.thread_ranks``), and all else is the code of real ranks. Each of
+them has KIB of the masters and as much of two moments, and a tree of its own. The program prints the medians of: the
+seconds of the whole write, of its planning, of the data files and of the commit, the processor time of all ranks with
+the making of the engines, the number of files, and the seconds that it takes to remove them.
 """
 
 from __future__ import annotations
@@ -14,85 +14,88 @@ import argparse
 import os
 import shutil
 import statistics
+import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest import mock
 
-HEADER_BYTES = 4096
-GROUPS = (1, 8, 64)
-"""How many ranks share a data file."""
+import torch
 
+import zckpt
+from zckpt.testing import ReferenceEngine
+from zckpt.testing.thread_ranks import ONE_THREAD, ThreadRanks
+from zckpt.writing.rank_write import RankWrite
 
-def make_durable(directory: Path) -> None:
-    fd = os.open(directory, os.O_RDONLY)
-    os.fsync(fd)
-    os.close(fd)
-
-
-def write(path: Path, offset: int, data: bytes) -> None:
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
-    os.pwrite(fd, data, offset)
-    os.fsync(fd)
-    os.close(fd)
+RANKS_PER_FILE = (1, 8, 64)
 
 
-def look(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    os.fstat(fd)
-    os.close(fd)
-
-
-def measure(root: Path, together: int, options: argparse.Namespace) -> dict[str, float]:
-    """Returns the seconds of each step if ``together`` ranks share a data file."""
-    data = os.urandom(options.kib << 10)
+def measure(root: Path, ranks_per_file: int, options: argparse.Namespace) -> dict[str, float]:
     root.mkdir()
+    ready, done = threading.Barrier(options.ranks), threading.Barrier(options.ranks)
+    times: dict[str, list[float]] = {"begin": [], "files begin": [], "files end": [], "end": []}
+    write_data_files = RankWrite.write_data_files
+
+    def noted(write: RankWrite, *arguments: object) -> bytes:
+        times["files begin"].append(time.perf_counter())
+        try:
+            return write_data_files(write, *arguments)  # type: ignore[arg-type]
+        finally:
+            times["files end"].append(time.perf_counter())
 
     def write_rank(rank: int) -> None:
-        own, shared = (root / f"rank-{number:05d}" for number in (rank, rank - rank % together))
-        for directory in (own, shared):
-            directory.mkdir(exist_ok=True)
-        for part in range(options.parts):
-            write(shared / f"{part}.safetensors", HEADER_BYTES + rank % together * len(data), data)
-        write(own / "digests.bin", 0, bytes(64))
-        for directory in {own, shared}:
-            make_durable(directory)
+        # The values of the weights do not matter, and every rank would draw those of all ranks.
+        engine = ReferenceEngine({"weight": (options.ranks, options.kib << 8)}, frozen=())
+        engine.tensors["buffer"].clear()
+        ready.wait()
+        times["begin"].append(time.perf_counter())
+        zckpt.write(engine, root / "run" / "c", budget=ONE_THREAD, ranks_per_file=ranks_per_file)
+        times["end"].append(time.perf_counter())
+        done.wait()
 
-    files = [
-        root / f"rank-{rank:05d}" / f"{part}.safetensors"
-        for rank in range(0, options.ranks, together)
-        for part in range(options.parts)
-    ]
-    with ThreadPoolExecutor(options.threads) as pool:
-        steps = {
-            "write": lambda: list(pool.map(write_rank, range(options.ranks))),
-            "look, one thread": lambda: list(map(look, files)),
-            "look, all threads": lambda: list(pool.map(look, files)),
-            "remove": lambda: shutil.rmtree(root),
-        }
-        seconds = {}
-        for name, step in steps.items():
-            start = time.perf_counter()
-            step()
-            seconds[name] = time.perf_counter() - start
-    return seconds
+    with (
+        mock.patch.object(RankWrite, "write_data_files", noted),
+        mock.patch("torch.randn", lambda numel, generator: torch.zeros(numel)),
+    ):
+        processor = time.process_time()
+        for outcome in ThreadRanks(options.ranks).run(write_rank):
+            if outcome.error is not None:
+                raise outcome.error
+        processor = time.process_time() - processor
+    begin, files_begin, files_end, end = (
+        min(times["begin"]),
+        min(times["files begin"]),
+        *map(max, (times["files end"], times["end"])),
+    )
+    files = sum(len(files) for _, _, files in os.walk(root))
+    start = time.perf_counter()
+    shutil.rmtree(root)
+    return {
+        "write": end - begin,
+        "plan": files_begin - begin,
+        "data files": files_end - files_begin,
+        "commit": end - files_end,
+        "processor": processor,
+        "files": files,
+        "remove": time.perf_counter() - start,
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("directory", type=Path)
-    parser.add_argument("--ranks", type=int, default=1024)
-    parser.add_argument("--parts", type=int, default=4)
+    parser.add_argument("--ranks", type=int, default=256)
     parser.add_argument("--kib", type=int, default=64)
-    parser.add_argument("--threads", type=int, default=64)
     parser.add_argument("--runs", type=int, default=3)
     options = parser.parse_args()
-    runs: dict[int, list[dict[str, float]]] = {together: [] for together in GROUPS}
+    torch.set_num_threads(1)
+    runs: dict[int, list[dict[str, float]]] = {number: [] for number in RANKS_PER_FILE}
     for _ in range(options.runs):
-        for together, of_group in runs.items():
-            of_group.append(measure(options.directory / "many_files", together, options))
-    for together, of_group in runs.items():
-        medians = {name: statistics.median(run[name] for run in of_group) for name in of_group[0]}
-        print(f"{together:2} ranks share a file: ", ", ".join(f"{name} {s:.2f} s" for name, s in medians.items()))
+        for number, of_number in runs.items():
+            of_number.append(measure(options.directory / "many_files", number, options))
+            print(number, {name: round(value, 3) for name, value in of_number[-1].items()}, flush=True)
+    for number, of_number in runs.items():
+        medians = {name: statistics.median(run[name] for run in of_number) for name in of_number[0]}
+        print(f"{number:2} ranks to a file: ", ", ".join(f"{name} {value:.2f}" for name, value in medians.items()))
 
 
 if __name__ == "__main__":

@@ -105,7 +105,7 @@ class Writer(StorageWriter, AsyncStager):
             per_rank: as for ``zckpt.write_state_dict``. It is needed for tensors that are not DTensors and differ, such
                 as the statistics of a BatchNorm, of which DCP keeps those of one rank.
             options: the options of ``zckpt.write_state_dict``: step, latest, budget, progress, keep_last, keep_every,
-                reuse, node_local, copy_to, copy_keep_last and copy_keep_every.
+                reuse, node_local, ranks_per_file, copy_to, copy_keep_last and copy_keep_every.
         """
         self.path = path
         self._group = process_group

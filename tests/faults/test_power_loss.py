@@ -9,9 +9,10 @@ from __future__ import annotations
 import os
 import random
 import tempfile
+import time
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import pytest
@@ -23,11 +24,17 @@ from tests.support.states import write_state, write_through
 from zckpt.format.names import LOCK
 from zckpt.plan import layout
 from zckpt.system import linux
+from zckpt.testing import ReferenceEngine
+from zckpt.testing.thread_ranks import ONE_THREAD, ThreadRanks
+from zckpt.transfer.write import run_writes
+from zckpt.writing import rank_write
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
     from tests.support.power import Op
+    from zckpt.plan.layout import WritePlan
+    from zckpt.storage.contract import Store
 
 SHAPES = {"w": (37, 5), "b": (3,)}
 VARIANTS = int(os.environ.get("ZCKPT_TEST_VARIANTS", "120"))
@@ -116,6 +123,36 @@ def test_the_first_checkpoint_of_a_run_is_whole_after_a_loss_of_power(disk: Path
         write(disk / "disk" / "more" / "run" / "c", 6)
     allowed = {(0, 0), (0, 6), (6, 6)}
     assert lose_power(disk, before, recorder.ops, ["more/run", "more/run/c"], allowed, 0) > 20
+
+
+def write_together(path: Path, step: int, overwrite: bool = False) -> None:
+    """Writes a checkpoint of two ranks that write to the same files."""
+
+    def write_rank(rank: int) -> None:
+        engine = ReferenceEngine({"w": (37, 5), "b": (3,)}, frozen=())
+        engine.train(step)
+        zckpt.write(engine, path, overwrite=overwrite, budget=ONE_THREAD, ranks_per_file=2, reuse=None)
+
+    def write_late(store: Store, plan: WritePlan, *arguments: Any) -> bytes:
+        """Lets the second rank write when the first one has synced the files, which are the same."""
+        if any(file.is_range and not file.header for file in plan.files):
+            time.sleep(0.3)
+        return run_writes(store, plan, *arguments)
+
+    with mock.patch.object(rank_write, "run_writes", write_late):
+        outcomes = ThreadRanks(2).run(write_rank)
+    for outcome in outcomes:
+        assert outcome.error is None, outcome.error
+    assert not [*path.glob("data-*/rank-00001/master.safetensors")]
+
+
+def test_files_of_several_ranks_are_whole_after_a_loss_of_power(disk: Path) -> None:
+    run = disk / "run"
+    write_together(run / "c", 5)
+    before = Disk(run)
+    with recorded() as recorder:
+        write_together(run / "c", 6, overwrite=True)
+    assert lose_power(disk, before, recorder.ops, [".", "c"], {(5, 5), (6, 6)}, 0) > 20
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -19,6 +19,8 @@ import xxhash
 
 import zckpt
 from tests.support.apart import Apart
+from zckpt.testing import ReferenceEngine
+from zckpt.testing.thread_ranks import ONE_THREAD, ThreadRanks
 from zckpt.transfer.torch_dtypes import DTYPE_NAMES
 
 if TYPE_CHECKING:
@@ -140,6 +142,17 @@ def test_it_reads_state_and_aliases_of_golden_checkpoints(run: Any, name: str) -
     manifest = (Path(checkpoint.path) / "manifest.msgpack").read_bytes()
     body = msgpack.unpackb(msgpack.unpackb(manifest)[3])
     assert run("tree", path).stdout == body["state"]
+
+
+def test_it_reads_files_that_several_ranks_have_written(run: Any, tmp_path: Path) -> None:
+    def write(rank: int) -> None:
+        zckpt.write(ReferenceEngine(), tmp_path / "c", budget=ONE_THREAD, ranks_per_file=2)
+
+    assert not [outcome.error for outcome in ThreadRanks(3).run(write) if outcome.error]
+    assert run("validate", tmp_path / "c").stdout == b"ok\n"
+    checkpoint = zckpt.open(tmp_path / "c")
+    assert checkpoint["master/weight"].ranks == (0, 2)
+    assert dump(run, tmp_path / "c", "master/weight") == raw(checkpoint.load("master/weight")["master/weight"])
 
 
 def test_it_finds_every_changed_byte(run: Any, tmp_path: Path) -> None:

@@ -178,8 +178,8 @@ def interrupt_everywhere(path: str, who: int, options: dict[str, Any]) -> list[t
 @pytest.mark.parametrize("who", [0, 1])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"background": True}, {"background": True, "snapshot": "lazy"}],
-    ids=["foreground", "background", "lazy"],
+    [{}, {"background": True}, {"background": True, "snapshot": "lazy"}, {"ranks_per_file": 2}],
+    ids=["foreground", "background", "lazy", "common-files"],
 )
 def test_an_interrupt_at_any_meeting_of_the_ranks_has_the_same_result_on_all_ranks(
     cluster: Cluster, tmp_path: Path, who: int, options: dict[str, Any]

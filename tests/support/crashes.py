@@ -77,6 +77,7 @@ def write_and_die(
     background: bool = False,
     real: bool = False,
     frozen: bool = False,
+    ranks_per_file: int = 1,
 ) -> Any:
     """Writes a checkpoint in which rank ``who``, or both ranks if it is ``BOTH``, are killed.
 
@@ -106,7 +107,7 @@ def write_and_die(
             if background:
                 zckpt.write(engine, path, overwrite=True, background=True).wait()
             else:
-                zckpt.write(engine, path, overwrite=True)
+                zckpt.write(engine, path, overwrite=True, ranks_per_file=ranks_per_file)
         except zckpt.RankError as error:
             return len(operations.done), str(error), error.rank
     return len(operations.done), "", None

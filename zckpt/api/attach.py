@@ -59,6 +59,7 @@ if TYPE_CHECKING:
         copy_keep_last: int | None
         copy_keep_every: int | None
         settings: Literal["checkpoint", "engine"]
+        ranks_per_file: int
 
 
 _LOAD = Caller(
@@ -87,6 +88,7 @@ def attach(
     copy_keep_last: int | None = None,
     copy_keep_every: int | None = None,
     settings: Literal["checkpoint", "engine"] = "checkpoint",
+    ranks_per_file: int = 1,
 ) -> Any:
     """Makes ``save_checkpoint`` and ``load_checkpoint`` of a DeepSpeed engine use zckpt.
 
@@ -158,6 +160,7 @@ def attach(
         settings: whether ``load_checkpoint`` restores the settings of the checkpoint, or the engine keeps its own, such
             as a new learning rate, as for ``zckpt.restore``. With ``load_lr_scheduler_states=False`` the scheduler
             stays where it is.
+        ranks_per_file: as for ``zckpt.write``.
 
     Returns:
         The engine.
@@ -176,7 +179,7 @@ def attach(
         )
     options = _write_options(
         background, replace_deepspeed, keep_last, keep_every, full_every, reuse, copy_to, copy_keep_last,
-        copy_keep_every, settings,
+        copy_keep_every, settings, ranks_per_file,
     )  # fmt: skip
     if saves_of(engine) is None:
         adapter = adapt(engine)
@@ -234,6 +237,7 @@ def _write_options(
     copy_keep_last: int | None = None,
     copy_keep_every: int | None = None,
     settings: str = "checkpoint",
+    ranks_per_file: int = 1,
 ) -> WriteOptions:
     """Returns the options of the writes of an attached engine. Raises ValueError."""
     check_counts(full_every=full_every)
@@ -244,6 +248,7 @@ def _write_options(
         overwrite=True, pending_gradients="drop", each_client_state=True, leave_out=True,
         replace_foreign=replace_deepspeed, keep_last=keep_last, keep_every=keep_every, reuse=reuse,
         copy_to=copy_to, copy_keep_last=copy_keep_last, copy_keep_every=copy_keep_every,
+        ranks_per_file=ranks_per_file,
         background=flag("ZCKPT_BACKGROUND", False) if background is None else background,
     )  # fmt: skip
     options.checked()

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
         keep_every: int | None
         reuse: StrPath | None
         node_local: bool
+        ranks_per_file: int
         copy_to: StrPath | None
         copy_keep_last: int | None
         copy_keep_every: int | None
@@ -87,6 +88,7 @@ def write_state_dict(
     keep_every: int | None = None,
     reuse: StrPath | None = "latest",
     node_local: bool = False,
+    ranks_per_file: int = 1,
     copy_to: StrPath | None = None,
     copy_keep_last: int | None = None,
     copy_keep_every: int | None = None,
@@ -123,6 +125,7 @@ def write_state_dict(
         keep_every: as for ``zckpt.write``.
         reuse: as for ``zckpt.write``. "latest" means the checkpoint that the file ``latest`` names.
         node_local: as for ``zckpt.write``.
+        ranks_per_file: as for ``zckpt.write``.
         copy_to: as for ``zckpt.write``.
         copy_keep_last: as for ``zckpt.write``.
         copy_keep_every: as for ``zckpt.write``.
@@ -142,9 +145,9 @@ def write_state_dict(
     """
     options = WriteOptions(
         step=step, overwrite=overwrite, latest=latest, budget=budget, progress=progress, keep_last=keep_last,
-        keep_every=keep_every, reuse=reuse, node_local=node_local, copy_to=copy_to, copy_keep_last=copy_keep_last,
-        copy_keep_every=copy_keep_every, background=background, snapshot_bytes=snapshot_bytes,
-        replace_foreign=overwrite,
+        keep_every=keep_every, reuse=reuse, node_local=node_local, ranks_per_file=ranks_per_file, copy_to=copy_to,
+        copy_keep_last=copy_keep_last, copy_keep_every=copy_keep_every, background=background,
+        snapshot_bytes=snapshot_bytes, replace_foreign=overwrite,
     )  # fmt: skip
     return write_contents(partial(HeldLeaves.of, state_dict), path, options, process_group, per_rank)
 

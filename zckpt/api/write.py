@@ -45,6 +45,7 @@ if TYPE_CHECKING:
         keep_every: int | None
         reuse: StrPath | None
         node_local: bool
+        ranks_per_file: int
         copy_to: StrPath | None
         copy_keep_last: int | None
         copy_keep_every: int | None
@@ -84,6 +85,7 @@ def write(
     keep_every: int | None = None,
     reuse: StrPath | None = "latest",
     node_local: bool = False,
+    ranks_per_file: int = 1,
     copy_to: StrPath | None = None,
     copy_keep_last: int | None = None,
     copy_keep_every: int | None = None,
@@ -159,6 +161,9 @@ def write(
         node_local: whether ``path`` may be on a disk of its own on each machine. Each machine then gets the files of
             its own ranks, and all machines commit together. Which ranks see the same directory is found out. If all of
             them do, this changes nothing.
+        ranks_per_file: the number of ranks that write to one data file. These are always ranks of one host. Files of
+            several ranks are not reused (``reuse``), and buffers stay in files of one rank. This is for runs with so
+            many ranks that the number of files is a burden on the file system. Object stores do not support it.
         copy_to: the directory of a run, such as ``"s3://bucket/run"``, to which the checkpoint is copied with the same
             bytes. The copy has the same path relative to this directory as the checkpoint has relative to the directory
             of its own run. If ``latest`` changes, the file ``latest`` of ``copy_to`` changes too once the copy is
@@ -199,9 +204,9 @@ def write(
     options = WriteOptions(
         parts=parts, exclude=exclude, client_state=client_state, rank_state=rank_state, overwrite=overwrite,
         latest=latest, budget=budget, progress=progress, pending_gradients=pending_gradients, keep_last=keep_last,
-        keep_every=keep_every, reuse=reuse, node_local=node_local, copy_to=copy_to, copy_keep_last=copy_keep_last,
-        copy_keep_every=copy_keep_every, background=background, snapshot=snapshot, snapshot_bytes=snapshot_bytes,
-        replace_foreign=overwrite, step=step,
+        keep_every=keep_every, reuse=reuse, node_local=node_local, ranks_per_file=ranks_per_file, copy_to=copy_to,
+        copy_keep_last=copy_keep_last, copy_keep_every=copy_keep_every, background=background, snapshot=snapshot,
+        snapshot_bytes=snapshot_bytes, replace_foreign=overwrite, step=step,
     )  # fmt: skip
     return write_engine(engine_of(engine), path, options)
 
@@ -228,7 +233,9 @@ def write_engine(
     with ranks.undivided():
         agreed, own = ranks.decide_each(prepare, prepared.agree, "prepare the write")
         prepared.find_machines(agreed, ranks)
-        _, assigned = ranks.decide_each(lambda: prepared.plan(agreed, own), prepared.describe, "plan the write")
+        _, assigned = ranks.decide_each(
+            lambda: prepared.plan(agreed, own, ranks), prepared.describe, "plan the write", interruptible=False
+        )
         # The ranks have agreed by now on whether they write in the background.
         writing_ranks = Ranks(group, channel=BACKGROUND, call=call) if options.background else ranks
         if options.copy_to is not None:
@@ -237,13 +244,15 @@ def write_engine(
 
         def begin() -> Space | None:
             nonlocal pending
-            if options.background:
-                pending = PendingWrite(prepared.target, finish, writing_ranks)
-            queue.expect(upload)
-            return prepared.begin(assigned)
+            prepared.connect(writing_ranks)
+            with ranks.interruptible():
+                if options.background:
+                    pending = PendingWrite(prepared.target, finish, writing_ranks)
+                queue.expect(upload)
+                return prepared.begin(assigned)
 
         try:
-            spaces = ranks.decide_each(begin, prepared.of_leaders, "begin the write")
+            spaces = ranks.decide_each(begin, prepared.of_leaders, "begin the write", interruptible=False)
             ranks.together(lambda: prepared.join(*spaces), "begin the write")
             if pending is None:
                 finish(Snapshot())
@@ -296,6 +305,7 @@ def _finish(prepared: Preparation, ranks: Ranks, upload: Upload | None, snapshot
             lambda: rank_write.write_data_files(snapshot),
             lambda all_of: (None, dict.fromkeys(prepared.leaders, all_of)),
             "write",
+            interruptible=rank_write.writers is None,
         )
 
         def check() -> None:

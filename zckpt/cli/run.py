@@ -45,6 +45,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--no-reuse", action="store_true", help="write all files anew, and share none with an earlier checkpoint"
     )
     parser.add_argument(
+        "--ranks-per-file",
+        type=at_least_1,
+        default=1,
+        metavar="N",
+        help="have N ranks of a host write to one data file, if there are thousands of ranks and files are a burden",
+    )
+    parser.add_argument(
         "--copy-to",
         metavar="RUN",
         help="copy each checkpoint to this directory while the training goes on, such as s3://bucket/run, and resume "
@@ -101,7 +108,7 @@ def run(arguments: argparse.Namespace) -> int:
         background=arguments.background or None, full_every=arguments.full_every,
         reuse=None if arguments.no_reuse else "latest", replace_deepspeed=arguments.replace_deepspeed,
         copy_to=arguments.copy_to, copy_keep_last=arguments.copy_keep_last, copy_keep_every=arguments.copy_keep_every,
-        settings=arguments.settings, on_attach=on_attach,
+        settings=arguments.settings, ranks_per_file=arguments.ranks_per_file, on_attach=on_attach,
     )  # fmt: skip
     local_rank = [] if arguments.local_rank is None else [f"--local_rank={arguments.local_rank}"]
     sys.argv = [script, *local_rank, *arguments.arguments]

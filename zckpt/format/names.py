@@ -127,7 +127,12 @@ def piece_name(name: str, span: Span) -> str:
     """Returns the name of a piece in a data file: the name of its tensor if the piece is the whole tensor, and
     otherwise ``<name>@<start>:<stop>``. If a grid divides the tensor, its elements are not in the order of its shape.
     Then each of its pieces has the second form."""
-    return name if span == all_of(span.grid.shape) else f"{name}@{span.start}:{span.stop}"
+    return name if span == all_of(span.grid.shape) else partial_name(name, span.start, span.stop)
+
+
+def partial_name(name: str, start: int, stop: int) -> str:
+    """Returns the name of a partial piece in a data file."""
+    return f"{name}@{start}:{stop}"
 
 
 def split_piece_name(entry: str) -> tuple[str, int, int] | None:

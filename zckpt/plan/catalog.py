@@ -52,6 +52,11 @@ class Tensors(NamedTuple):
         kind = np.array([kinds.setdefault(kind, len(kinds)) for _, kind in tensors], "<u4")
         return cls(tuple(name for name, _ in tensors), kind.tobytes(), tuple(kinds))
 
+    def rows(self) -> list[tuple[str, Kind]]:
+        """Returns the name and the kind of each tensor."""
+        numbers = np.frombuffer(self.kind, "<u4").tolist()
+        return [(name, self.kinds[number]) for name, number in zip(self.names, numbers, strict=True)]
+
 
 @dataclass(frozen=True, slots=True)
 class PieceColumns(Spans):
@@ -349,9 +354,8 @@ def catalog(rank_records: Sequence[RankRecord], save_id: str, metadata: SaveMeta
     tensors, or for anything else that a reader would refuse.
     """
     _check_pieces(rank_records)
-    raw, index = _encoded(
-        rank_records, save_id, metadata
-    )  # What this takes beside its result is free before the check.
+    # A function of its own, so that what it takes beside its result is free before the check.
+    raw, index = _encoded(rank_records, save_id, metadata)
     _check(raw, index)
     return raw, index
 

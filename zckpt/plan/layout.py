@@ -68,6 +68,9 @@ class DataFilePlan:
     first_block: int
     blocks: int
     is_copy: bool = False
+    is_range: bool = False
+    """Whether other ranks write other ranges of the file (``plan.together``). Then this has the fragments and regions
+    of one range, ``nbytes`` is the size of the range, and the regions have their places in the whole file."""
 
     def place_of(self, source: int) -> tuple[str, int]:
         """Returns where the bytes of a source begin in the checkpoint that is copied: the path of the file, and the
@@ -203,6 +206,30 @@ def plan_copied_file(data_file: DataFileId, region_bytes: Ints, first_block: int
     regions, blocks = _regions(np.arange(len(region_bytes)) + HEADER, region_bytes, block_bytes)
     file_bytes, places = int(region_bytes.sum()), Places.of(())
     return DataFilePlan(data_file, b"", (), places, regions, file_bytes, first_block, blocks, is_copy=True)
+
+
+def plan_range(
+    alone: DataFilePlan,
+    data_file: DataFileId,
+    header: bytes,
+    start: int,
+    padding: int,
+    first_block: int,
+    *,
+    block_bytes: int,
+) -> DataFilePlan:
+    """Returns the plan of a range of a file that several ranks write. The range begins at byte ``start``, with
+    ``header`` if it is the first. It has the data of ``alone``, and then a filler of ``padding`` bytes."""
+    sources, nbytes = alone.regions.source[1:], alone.regions.nbytes[1:]
+    if padding:
+        sources, nbytes = np.append(sources, FILLER), np.append(nbytes, padding)
+    if header:
+        sources, nbytes = np.append(HEADER, sources), np.append(len(header), nbytes)
+    regions, blocks = _regions(sources, nbytes, block_bytes)
+    regions = replace(regions, start=regions.start + start)
+    return DataFilePlan(
+        data_file, header, alone.fragments, alone.places, regions, int(nbytes.sum()), first_block, blocks, is_range=True
+    )
 
 
 class Places(NamedTuple):

@@ -89,6 +89,18 @@ class Ranks:
         ranks._connect((number,) if self.job_is_over else self.members, number, CALLS, call)
         return ranks
 
+    def part(self, numbers: Sequence[int]) -> Ranks:
+        """Some of these ranks, among them this one, by their numbers in ascending order. They may do steps of their own
+        in an action of a step of all ranks. If such a step fails, all of them leave the action with an error. So
+        whatever can fail in the action has to be in their steps, or come after them. This includes Ctrl-C: the step of
+        all ranks is not ``interruptible``, and the steps of these ranks are."""
+        ranks = object.__new__(Ranks)
+        members = tuple(self.members[number] for number in numbers)
+        # The channel is another one even if these are all ranks, because a step inside of a step may lose its group.
+        ranks._connect(members, self.job_rank, f"{self._channel} of a part", self._call)
+        ranks._interrupts = self._interrupts
+        return ranks
+
     @property
     def job_is_over(self) -> bool:
         """Whether the training has destroyed its process groups since this object was made, or has made its first

@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from zckpt.errors import StorageError
+from zckpt.errors import StorageError, UnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
@@ -246,6 +246,11 @@ class Creator(Protocol):
         should raise an error here already. Without it, the file may share its pages with another one, and then needs no
         space. ``direct`` asks that the file be written past all caches, if the store can do this."""
 
+    def open_range(self, path: str, *, direct: bool) -> Writer:
+        """Opens a file that ``Store.make`` has made, to write whole pages of it. Other processes of this host write
+        other pages at the same time. Only stores that ``divide_files`` need this."""
+        raise UnsupportedError(f"{path}: this store does not let several processes write to one file")
+
 
 class Anything(Enum):
     """The type of ``ANYTHING``."""
@@ -292,6 +297,10 @@ class Store(Creator, ABC):
     this file of a writer that it takes for dead, and after that also the data of this writer. In all other stores, only
     the condition of a commit stops a writer that was taken for dead. There, zckpt removes the data of others only after
     it has committed itself, or when they are old."""
+
+    divides_files: bool = False
+    """Whether several processes of a host can write parts of one new file. Then the store also has the methods ``make``
+    and ``open_range``."""
 
     def __init__(self, location: Location) -> None:
         self.location = location
@@ -409,6 +418,11 @@ class Store(Creator, ABC):
         """Returns how many more bytes this process may store in the directory, which exists. Returns None if the store
         cannot know this. Raises nothing. zckpt calls this before a write, to refuse a write that would not fit."""
         return None
+
+    def make(self, path: str, nbytes: int, *, reserve: bool) -> None:
+        """Makes a new file of ``nbytes`` zeros, of which processes of this host then write parts. ``reserve``: as for
+        ``create``. Its content need not be durable. Only stores that ``divide_files`` need this."""
+        raise UnsupportedError(f"{path}: this store does not let several processes write to one file")
 
     def share(self, path: str, source: Location) -> bool:
         """Makes a new file at ``path`` that has the bytes of the file ``source``, without writing them: the two files

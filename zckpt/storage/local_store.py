@@ -46,6 +46,7 @@ class LocalStore(Store):
     """A store whose directory is a directory of a file system."""
 
     stops_commits = True
+    divides_files = True
 
     def __init__(self, location: Location) -> None:
         super().__init__(location)
@@ -104,6 +105,17 @@ class LocalStore(Store):
     def create(self, path: str, nbytes: int, *, direct: bool, reserve: bool = True) -> LocalWriter:
         full = self._full(path)
         return self._in_directory(full, lambda: LocalWriter(full, nbytes if reserve else 0, direct))
+
+    def make(self, path: str, nbytes: int, *, reserve: bool) -> None:
+        self.create(path, nbytes, direct=False, reserve=reserve).close()
+        full = self._full(path)
+        try:
+            os.truncate(full, nbytes)
+        except OSError as error:
+            raise from_os_error(error, "lengthen", full) from error
+
+    def open_range(self, path: str, *, direct: bool) -> LocalWriter:
+        return LocalWriter(self._full(path), 0, direct, os.O_RDWR)
 
     def _in_directory(self, full: str, make: Callable[[], T]) -> T:
         """Returns what ``make`` returns, which makes a new file. Makes the directory of the file if it is missing."""

@@ -51,7 +51,7 @@ class LocalWriter:
         try:
             self._fd = os.open(path, flags | BINARY, 0o666)
         except OSError as error:
-            raise from_os_error(error, "create", path) from error
+            raise from_os_error(error, "create" if flags & os.O_CREAT else "open", path) from error
         try:
             if reserved_bytes:
                 linux.reserve(self._fd, reserved_bytes)

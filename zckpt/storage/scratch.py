@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from zckpt.errors import UnsupportedError, ZckptError, from_os_error
 from zckpt.format.rules import broken
 from zckpt.state.inventory import FileRange
+from zckpt.storage.contract import Creator
 from zckpt.storage.local_reader import LocalReader
 from zckpt.storage.local_writer import LocalWriter
 from zckpt.storage.location import Location
@@ -134,7 +135,7 @@ class ScratchRange(FileRange):
     file: ScratchFile
 
 
-class ScratchStore:
+class ScratchStore(Creator):
     """Makes the files of a write as scratch files. ``files`` maps their paths in the plan of the write to them."""
 
     def __init__(self, directory: str) -> None:

@@ -246,6 +246,25 @@ class StoreContract:
             file.sync()
         assert read(store, "a") == data
 
+    @pytest.mark.parametrize("direct", [False, True])
+    def test_several_write_ranges_of_one_file(self, store: Store, direct: bool) -> None:
+        """The ranges of a file that ``make`` has made do not disturb each other. The test is skipped if the store does
+        not divide files."""
+        if not store.divides_files:
+            pytest.skip("this store divides no files")
+        data, nbytes = content(3 * PAGE_BYTES + 77), 2 * PAGE_BYTES
+        store.make("more/a", len(data), reserve=direct)
+        assert read(store, "more/a") == bytes(len(data))
+        with (
+            closing(store.open_range("more/a", direct=direct)) as first,
+            closing(store.parent.child(store.location.name).open_range("more/a", direct=direct)) as second,
+        ):
+            for writer, start, stop in ((second, nbytes, len(data)), (first, 0, 100), (first, 100, nbytes)):
+                writer.write(staged(data, start, stop), start)
+            second.sync()
+            first.sync()
+        assert read(store, "more/a") == data
+
     @pytest.mark.parametrize("start", [0, 777])
     def test_what_is_shared_is_read_back_and_completed(self, store: Store, start: int, tmp_path: Path) -> None:
         """Pages that ``sharing`` has shared are read back, and the edges are written. The test is skipped if the store

@@ -107,9 +107,9 @@ def run_writes(
     existing: Mapping[str, bytes] | None = None,
     snapshot_bytes: int = 0,
 ) -> bytes:
-    """Carries out ``plan``: writes its files to ``store``, in directories that exist, and makes their data durable.
-    Each write fits in a buffer of ``staging``, or is straight. The buffers take as many bytes as the budget allows, or
-    ``snapshot_bytes`` if this is more.
+    """Carries out ``plan``: writes its files to ``store``, or its ranges of files that are there, and makes their data
+    durable. Each write fits in a buffer of ``staging``, or is straight. The buffers take as many bytes as the budget
+    allows, or ``snapshot_bytes`` if this is more.
 
     ``snapshot`` is told when the sources of the urgent writes have been read, and again when all sources have been
     read. ``advance`` is called with the number of tensor bytes that have been written. ``source`` is the checkpoint
@@ -132,7 +132,10 @@ def run_writes(
             digests = (existing or {}).get(file_plan.id.path)
             if digests is None:
                 path, reserve = file_plan.id.path, file_plan.reserves
-                files.append(store.create(path, file_plan.nbytes, direct=budget.direct, reserve=reserve))
+                if file_plan.is_range:
+                    files.append(store.open_range(path, direct=budget.direct))
+                else:
+                    files.append(store.create(path, file_plan.nbytes, direct=budget.direct, reserve=reserve))
                 continue
             files.append(None)
             first_byte = file_plan.first_block * DIGEST_BYTES

@@ -46,6 +46,7 @@ class WriteOptions:
     keep_every: int | None = None
     reuse: StrPath | None = "latest"
     node_local: bool = False
+    ranks_per_file: int = 1
     copy_to: StrPath | None = None
     copy_keep_last: int | None = None
     copy_keep_every: int | None = None
@@ -70,6 +71,7 @@ class WriteOptions:
             raise ValueError("snapshot and snapshot_bytes are about a write in the background: pass background=True")
         if self.snapshot_bytes is not None and not (isinstance(self.snapshot_bytes, int) and self.snapshot_bytes >= 0):
             raise ValueError(f"snapshot_bytes must be a number of bytes, 0 or more, got {self.snapshot_bytes!r}")
+        check_counts(ranks_per_file=self.ranks_per_file)
         kept = ("", self.keep_last, self.keep_every), ("copy_", self.copy_keep_last, self.copy_keep_every)
         for of, last, every in kept:
             check_counts(**{f"{of}keep_last": last, f"{of}keep_every": every})
@@ -101,5 +103,6 @@ class WriteOptions:
             latest=self.latest, pending_gradients=self.pending_gradients, background=self.background,
             snapshot=self.snapshot,
             reuse=None if self.reuse is None else str(self.reuse), node_local=self.node_local,
+            ranks_per_file=self.ranks_per_file,
             copy_to=None if self.copy_to is None else str(Location.of(self.copy_to).absolute()),
         )  # fmt: skip

@@ -4,9 +4,10 @@ files."""
 from __future__ import annotations
 
 import platform
-from collections import Counter
+from bisect import bisect_left
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import msgpack
@@ -16,7 +17,7 @@ from zckpt.engines import readable
 from zckpt.engines.history import claim, history_of, note_write, run_id_of_next_write
 from zckpt.engines.peft import adapter_configs
 from zckpt.engines.registered import with_registered
-from zckpt.errors import RankError, StateError, ZckptError, first_few, warn
+from zckpt.errors import RankError, StateError, UnsupportedError, ZckptError, first_few, warn
 from zckpt.format import names
 from zckpt.format.digest import BLOCK_BYTES, DIGEST_BYTES, digest
 from zckpt.listing.doubt import settle
@@ -25,6 +26,7 @@ from zckpt.offloading.away import away
 from zckpt.plan import catalog
 from zckpt.plan.layout import plan_data_files
 from zckpt.plan.replicas import Share, own_shares
+from zckpt.plan.together import Range, common_files, own_files, with_common_files
 from zckpt.ranks.collectives import check_arguments
 from zckpt.state.inventory import BUFFER
 from zckpt.state.lineage import Lineage
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from zckpt.plan.layout import DataFilePlan
+    from zckpt.plan.together import CommonFile
     from zckpt.ranks.collectives import Ranks
     from zckpt.state.inventory import Fragment
     from zckpt.storage.contract import Store
@@ -111,6 +114,8 @@ class ForRank(NamedTuple):
     whether the ranks that hold the set have other values."""
     ranks_of_host: int
     """How many ranks are on the computer of this rank."""
+    group: Sequence[int]
+    """Those of them that write to the same files as this rank, if they see the same directory."""
 
 
 class Planned(NamedTuple):
@@ -159,6 +164,7 @@ class Preparation:
 
     def __init__(self, engine: object, path: StrPath | None, options: WriteOptions, rank: int, size: int) -> None:
         self._engine, self._path, self.options, self._rank, self._size = engine, path, options, rank, size
+        self._common_files: Sequence[CommonFile] = ()
 
     @without_collector
     def prepare(self) -> Facts:
@@ -179,6 +185,12 @@ class Preparation:
         self._store = open_store(Location.of(path).absolute())
         self.run = self._store.parent if options.run is None else open_store(Location.of(options.run).absolute())
         self.target = str(self._store.location)
+        if options.ranks_per_file > 1 and not self._store.divides_files:
+            raise UnsupportedError(
+                f"{self.target} is not in a file system, so several ranks cannot write to one file of it",
+                hint="leave ranks_per_file at 1 there; or write to a file system, and have the checkpoint copied there "
+                "by copy_to",
+            )
         if options.latest:
             latest_name(self._store.location, self.run.location)
         self._client_rank_state = with_registered(self._engine, options.rank_state)
@@ -228,7 +240,9 @@ class Preparation:
         differ = {layout: len({*filter(None, held.values())}) > 1 for layout, held in holders.items()}
         numbers = {layout: {rank: number for number, rank in enumerate(held)} for layout, held in holders.items()}
         self._hosts = [of_rank.host for of_rank in facts]
-        hosts = Counter(self._hosts)
+        ranks_of: dict[str, list[int]] = {}
+        for rank, host in enumerate(self._hosts):
+            ranks_of.setdefault(host, []).append(rank)
         agreed = Agreed(
             self._lock.save_id, self._earlier, run_id_of_next_write(self._engine), client_states_differ,
             any(of_rank.scalars != facts[0].scalars for of_rank in facts), buffers,
@@ -237,7 +251,9 @@ class Preparation:
         for rank, of_rank in enumerate(facts):
             layouts = [layout for layout, _ in of_rank.replicas]
             shares = [(numbers[layout][rank], len(numbers[layout]), differ[layout]) for layout in layouts]
-            of_ranks[rank] = ForRank(shares, hosts[of_rank.host])
+            here, most = ranks_of[of_rank.host], self.options.ranks_per_file
+            first = bisect_left(here, rank) // most * most
+            of_ranks[rank] = ForRank(shares, len(here), here[first : first + most])
         return agreed, of_ranks
 
     def _describe_state(self, run_id: str) -> catalog.SaveMetadata:
@@ -277,13 +293,50 @@ class Preparation:
             raise
 
     @without_collector
-    def plan(self, agreed_fields: Sequence[Any], own_fields: Sequence[Any] | None) -> Planned:
+    def plan(self, agreed_fields: Sequence[Any], own_fields: Sequence[Any] | None, ranks: Ranks) -> Planned:
         """Plans the files of this rank. Gets what ``agree`` has returned for all ranks and for this one."""
         assert own_fields is not None, "rank 0 tells every rank its shares"
         agreed, own = Agreed(*agreed_fields), ForRank(*own_fields)
+        # Only ranks of one host share files, because they also share the host's page cache. Two hosts that write to one
+        # file would wait for each other's locks, or lose bytes, on many file systems.
+        self._together = [rank for rank in own.group if rank in self._machines.of(self._rank).ranks]
+        _, ranges = ranks.part(self._together).decide_each(
+            lambda: self._plan_alone(agreed, own),
+            partial(self._share_files, agreed.save_id),
+            "plan the write",
+        )
+        with ranks.interruptible():
+            return self._plan_write(agreed, own, [Range(*fields) for fields in ranges or ()])
+
+    def _plan_write(self, agreed: Agreed, own: ForRank, shares: Sequence[Range]) -> Planned:
+        """Plans what this rank writes, which includes its ranges of common files."""
+        options, collected, rank = self.options, self._collected, self._rank
+        metadata = self._describe_state(agreed.run_id)
+        own_plans, ranges_of_files = own_files(self._planned, shares, self._together[0], block_bytes=BLOCK_BYTES)
+        alone, same = self._reused(own_plans, agreed.earlier)
+        if options.background and options.snapshot_bytes is None:
+            options = replace(options, snapshot_bytes=available_bytes() // 2 // own.ranks_of_host)
+        machine = self._machines.of(rank).ranks if self._machines.several else None
+        self.write = RankWrite(
+            store=self._store, latest_in=self.run if options.latest else None, save_id=agreed.save_id, rank=rank,
+            data_files=(*alone, *ranges_of_files), metadata=metadata, options=options, same=same, machine=machine,
+            common_files=self._common_files,
+        )  # fmt: skip
+        own_blocks = sum(data_file.blocks for data_file in alone)
+        common_blocks = sum(sum(file.blocks.values()) for file in self._common_files)
+        record = with_common_files(catalog.rank_record(rank, alone), self._common_files, own_blocks)
+        return Planned(
+            catalog.pack(record), collected.scalars if agreed.scalars_differ else {},
+            sum(data_file.nbytes for data_file in self.write.data_files),
+            DIGEST_BYTES * (own_blocks + common_blocks), self.write.shared_bytes(), self._changes.replaced,
+            self._changes.left_out, self._differing,
+        )  # fmt: skip
+
+    def _plan_alone(self, agreed: Agreed, own: ForRank) -> bytes:
+        """Plans the files that this rank would write alone. Returns their record if it shares files with other ranks,
+        and otherwise nothing."""
         options, collected, rank = self.options, self._collected, self._rank
         self._run_id = agreed.run_id
-        metadata = self._describe_state(agreed.run_id)
         rank_state = collected.rank_state
         if agreed.client_states_differ and options.each_client_state:  # a rank that has passed none writes an empty one
             rank_state = {**rank_state, names.CLIENT_STATE: dict(options.client_state or {})}
@@ -291,24 +344,21 @@ class Preparation:
             rank_state = {**rank_state, names.CLIENT_RANK_STATE: self._client_rank_state}
         add_rank_tree(rank_state, collected.fragments, rank, self._changes, leave_out=options.leave_out)
         fragments = [f for f in collected.fragments if f.part != BUFFER or self._stores(f, agreed.buffers)]
-        fragments, differing = self._shared_out(fragments, own.shares)
-        save_id = agreed.save_id
-        planned = plan_data_files(fragments, save_id, rank, self._size, block_bytes=BLOCK_BYTES)
-        data_files, same = self._reused(planned, agreed.earlier)
-        if options.background and options.snapshot_bytes is None:
-            options = replace(options, snapshot_bytes=available_bytes() // 2 // own.ranks_of_host)
-        machine = self._machines.of(rank).ranks if self._machines.several else None
-        self.write = RankWrite(
-            store=self._store, latest_in=self.run if options.latest else None, save_id=save_id, rank=rank,
-            data_files=data_files, metadata=metadata, options=options, same=same, machine=machine,
-        )  # fmt: skip
-        rank_record = catalog.pack(catalog.rank_record(rank, data_files))
-        data_bytes = sum(data_file.nbytes for data_file in data_files)
-        table_bytes = DIGEST_BYTES * max((file.first_block + file.blocks for file in data_files), default=0)
-        return Planned(
-            rank_record, collected.scalars if agreed.scalars_differ else {}, data_bytes, table_bytes,
-            self.write.shared_bytes(), self._changes.replaced, self._changes.left_out, differing,
-        )  # fmt: skip
+        fragments, self._differing = self._shared_out(fragments, own.shares)
+        self._planned = plan_data_files(fragments, agreed.save_id, rank, self._size, block_bytes=BLOCK_BYTES)
+        several = len(self._together) > 1
+        return catalog.pack(catalog.rank_record(rank, self._planned)) if several else b""
+
+    def _share_files(self, save_id: str, records: Sequence[bytes]) -> tuple[None, dict[int, Sequence[Range]]]:
+        """On the first of the ranks that share files, plans these files. Returns the ranges that each rank writes."""
+        if len(records) > 1:
+            unpacked = catalog.unpack(records)
+            self._common_files = common_files(unpacked, save_id, self._size, block_bytes=BLOCK_BYTES)
+        files = self._common_files
+        return None, {
+            number: [file.ranges[rank] for file in files if rank in file.ranges]
+            for number, rank in enumerate(self._together)
+        }
 
     def _stores(self, buffer: Fragment, first: Mapping[str, tuple[int, bytes]]) -> bool:
         """Returns whether this rank writes a buffer: it is the first rank that has the buffer, or has other values.
@@ -394,6 +444,12 @@ class Preparation:
             else:
                 assigned[leader] = Assigned(assigned[leader].to_check, self.write.described, data_bytes)
         return None, assigned
+
+    def connect(self, ranks: Ranks) -> None:
+        """Connects this rank with those that write to the same files. ``ranks``: those that finish the write. A write
+        in the background has to do this while the training still has its process groups."""
+        if len(self._together) > 1:
+            self.write.writers = ranks.part(self._together)
 
     def begin(self, assigned: Sequence[Any] | None) -> Space | None:
         """On the leader of each machine, takes the lock, and makes the directory of the data. Gets what ``describe``

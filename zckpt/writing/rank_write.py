@@ -18,8 +18,9 @@ from zckpt.errors import (
 )
 from zckpt.format import manifest as manifest_format
 from zckpt.format import names
-from zckpt.format.digest import digest
+from zckpt.format.digest import DIGEST_BYTES, digest
 from zckpt.format.limits import MANIFEST_BYTES_MAX
+from zckpt.format.names import Tier
 from zckpt.listing.doubt import refuse_doubt
 from zckpt.listing.files import lengths
 from zckpt.listing.leftovers import is_file, may_be_named, named_files, run_leftovers
@@ -27,6 +28,7 @@ from zckpt.listing.other_formats import deepspeed_files
 from zckpt.listing.runs import latest_name, manifest_bytes, names_in
 from zckpt.plan import catalog
 from zckpt.plan.layout import plan_writes
+from zckpt.plan.together import joined_digests
 from zckpt.progress import logged, reported
 from zckpt.state.inventory import ANY_TIME, FileRange
 from zckpt.storage.contract import ANYTHING
@@ -45,6 +47,8 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
     from zckpt.plan.layout import DataFilePlan
+    from zckpt.plan.together import CommonFile
+    from zckpt.ranks.collectives import Ranks
     from zckpt.storage.contract import Condition, Prepared, Store
     from zckpt.storage.lock import WriteLock
     from zckpt.transfer.snapshot import Snapshot
@@ -76,7 +80,7 @@ class RankWrite:
     """The save id of the lock of rank 0. In a copy of a whole checkpoint, it is the save id of that checkpoint."""
     rank: int
     data_files: Sequence[DataFilePlan]
-    """The data files of this rank."""
+    """The data files of this rank, and the ranges of common files that it writes."""
     metadata: catalog.SaveMetadata
     """The fields of the manifest that do not describe tensors or files."""
     options: WriteOptions
@@ -91,6 +95,10 @@ class RankWrite:
     machine: Collection[int] | None = None
     """The ranks whose files are in this directory, if each machine writes to a disk of its own. None means all
     ranks."""
+    common_files: Sequence[CommonFile] = ()
+    """The files that several ranks write, and that this rank makes before they do."""
+    writers: Ranks | None = None
+    """The ranks that write to the same files, among them this one. None if this rank has its files to itself."""
     goes_on: bool = False
     """Whether an earlier try of the same copy may have left files, with which this one goes on."""
     leaves_files: bool = False
@@ -181,14 +189,46 @@ class RankWrite:
         return Space.of(store, self.data_bytes + sum(map(len, self.described)))
 
     def write_data_files(self, snapshot: Snapshot) -> bytes:
-        """Writes this rank's files so that they survive a loss of power. Returns the digest of its digest table.
+        """Writes this rank's files so that they survive a loss of power. Returns the digest of its digest table. If it
+        has ``writers``, all of them call this at the same time.
 
         ``snapshot`` is told when all parts have been read that may change at any time (in a write that is not lazy, all
         parts), and again when all parts have been read. At these moments, up to max(``snapshot_bytes``, budget) bytes
         may still be in buffers. Raises StorageError, RankError, and ZckptError if the write is given up.
         """
+        table = self._write_data(snapshot) if self.writers is None else self._write_together(self.writers, snapshot)
+        if self.with_table:
+            self.store.put_new(names.digests_path(self.save_id, self.rank), table)
+        self.store.sync_names(names.rank_dir(self.save_id, self.rank))
+        return digest(table)
+
+    def _write_together(self, ranks: Ranks, snapshot: Snapshot) -> bytes:
+        """Does what ``_write_data`` does, if some of the data are in files that the first of ``ranks`` makes. Returns
+        the digest table of this rank."""
+        own = b""
+
+        def make() -> None:
+            # They need not be durable yet: each rank makes a file durable when it has written to it.
+            for file in self.common_files:
+                self.store.make(file.id.path, file.nbytes, reserve=file.id.tier is not Tier.NVME)
+
+        def write() -> tuple[int, bytes]:
+            nonlocal own
+            table = self._write_data(snapshot)
+            own_bytes = DIGEST_BYTES * sum(data_file.blocks for data_file in self.data_files if not data_file.is_range)
+            own = table[:own_bytes]
+            return self.rank, table[own_bytes:]
+
+        def join(digests: list[tuple[int, bytes]]) -> tuple[None, dict[int, bytes]]:
+            return None, {0: joined_digests(self.common_files, dict(digests))}
+
+        ranks.together(make, "write")
+        _, common = ranks.decide_each(write, join, "write")
+        return own + (common or b"")
+
+    def _write_data(self, snapshot: Snapshot) -> bytes:
+        """Writes the data of this rank's files, and makes them durable. Returns their digests."""
         store, options, block_bytes = self.store, self.options, self.metadata.block_bytes
-        rank_dir = names.rank_dir(self.save_id, self.rank)
         # Tensors that were not contiguous were copied while the write was planned. In the background, that was another
         # thread, whose stream of the device this thread has to wait for.
         devices = devices_of(tensors_of(fragment for data_file in self.data_files for fragment in data_file.fragments))
@@ -210,11 +250,7 @@ class RankWrite:
             logged("wrote", str(store.location), plan.tensor_bytes),
             reported(options.progress, "write", plan.tensor_bytes) as advance,
         ):
-            table = run_writes(store, plan, budget, staging, snapshot, advance, self.source, shared, snapshot_bytes)
-        if self.with_table:
-            store.put_new(names.digests_path(self.save_id, self.rank), table)
-        store.sync_names(rank_dir)
-        return digest(table)
+            return run_writes(store, plan, budget, staging, snapshot, advance, self.source, shared, snapshot_bytes)
 
     def commit(self, digests: Sequence[bytes]) -> None:
         """Commits the checkpoint. The caller calls it when the files of every rank are durable. ``digests`` has the
