@@ -311,7 +311,6 @@ class Preparation:
     def _plan_write(self, agreed: Agreed, own: ForRank, shares: Sequence[Range]) -> Planned:
         """Plans what this rank writes, which includes its ranges of common files."""
         options, collected, rank = self.options, self._collected, self._rank
-        metadata = self._describe_state(agreed.run_id)
         own_plans, ranges_of_files = own_files(self._planned, shares, self._together[0], block_bytes=BLOCK_BYTES)
         alone, same = self._reused(own_plans, agreed.earlier)
         if options.background and options.snapshot_bytes is None:
@@ -319,7 +318,7 @@ class Preparation:
         machine = self._machines.of(rank).ranks if self._machines.several else None
         self.write = RankWrite(
             store=self._store, latest_in=self.run if options.latest else None, save_id=agreed.save_id, rank=rank,
-            data_files=(*alone, *ranges_of_files), metadata=metadata, options=options, same=same, machine=machine,
+            data_files=(*alone, *ranges_of_files), metadata=self._metadata, options=options, same=same, machine=machine,
             common_files=self._common_files,
         )  # fmt: skip
         own_blocks = sum(data_file.blocks for data_file in alone)
@@ -337,6 +336,7 @@ class Preparation:
         and otherwise nothing."""
         options, collected, rank = self.options, self._collected, self._rank
         self._run_id = agreed.run_id
+        self._metadata = self._describe_state(agreed.run_id)  # which adds the tensors of the root tree to the fragments
         rank_state = collected.rank_state
         if agreed.client_states_differ and options.each_client_state:  # a rank that has passed none writes an empty one
             rank_state = {**rank_state, names.CLIENT_STATE: dict(options.client_state or {})}
