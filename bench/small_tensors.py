@@ -66,12 +66,12 @@ PACKAGE = f"{Path(zckpt.__file__).parent}/"
 STEPS = {
     "adapter": ("api/", "engines/", "writing/", "restoring/", "state/", "offloading/", "transfer/memory"),
     "agreement": ("ranks/", "plan/replicas"),
-    "layout": ("plan/layout", "geometry"),
+    "layout": ("plan/data_files", "plan/writes", "geometry"),
     "header": ("format/data_file", "format/names"),
     "trees": ("format/tree", "format/packed"),
     "index": ("plan/catalog", "format/index", "format/manifest", "format/fields"),
     "targets": ("listing/", "reading/", "plan/select"),
-    "read plan": ("plan/reshard", "plan/coalesce"),
+    "read plan": ("plan/reshard", "plan/reads"),
     "transfer": ("transfer/", "storage/", "system/", "format/digest", "progress"),
 }
 """The steps of the profile, and the modules of zckpt that do them."""

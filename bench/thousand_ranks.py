@@ -50,7 +50,7 @@ from zckpt.format import names
 from zckpt.format.digest import BLOCK_BYTES, DIGEST_BYTES
 from zckpt.geometry import all_of
 from zckpt.plan import catalog
-from zckpt.plan.layout import plan_data_files
+from zckpt.plan.data_files import plan_data_files
 from zckpt.ranks import family, heartbeat, tree
 from zckpt.ranks.collectives import Ranks, _pack
 from zckpt.ranks.groups import close_groups

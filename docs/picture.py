@@ -45,7 +45,7 @@ WRITE_PLAN = [
         Elements [start, stop) of exp_avg/<name>, and
         where they are: memory of the engine, or a
         FileRange of a swap file. Nothing is copied."""),
-    box("plan", "plan_data_files, DataFilePlan, Regions", "plan/layout.py", """
+    box("plan", "plan_data_files, DataFilePlan, Regions", "plan/data_files.py", """
         One file for exp_avg of this rank and tier: its
         header, and the position of each fragment."""),
     box("plan", "catalog", "plan/catalog.py", """
@@ -57,7 +57,7 @@ WRITE_PLAN = [
         thread from here on. Waits for work that is
         queued on devices. Then plans the writes of
         this rank, and carries them out."""),
-    box("plan", "plan_writes, WritePlan, WriteOp", "plan/layout.py", """
+    box("plan", "plan_writes, WritePlan, WriteOp", "plan/writes.py", """
         Writes of up to 8 MiB, or of up to 16 MiB if they
         need no staging buffer, in whole blocks of 1 MiB."""),
 ]  # fmt: skip
@@ -154,7 +154,7 @@ READ_PLAN = [
     box("plan", "piece_ranges, PieceRanges", "plan/reshard.py", """
         Divides the requested ranges by stored pieces:
         ranges of files, and the memory for each."""),
-    box("plan", "plan_reads, ReadOp, Segments", "plan/coalesce.py", """
+    box("plan", "plan_reads, ReadOp, Segments", "plan/reads.py", """
         Joins neighbouring blocks: reads of up to 511
         segments and 8 MiB, or 16 MiB if they need no
         staging buffer. Reads each byte once."""),

@@ -17,7 +17,7 @@ import torch
 from zckpt.format import tree
 from zckpt.format.names import Tier
 from zckpt.geometry import Grid, Span
-from zckpt.plan import catalog, layout
+from zckpt.plan import catalog, data_files
 from zckpt.state.inventory import BUFFER, MASTER, STATE, FileRange, Fragment
 from zckpt.testing.fragments import write_fragments
 
@@ -87,7 +87,7 @@ def main(directory: str) -> None:
     write_fragments(target, [fragments(rank) for rank in range(WORLD_SIZE)], about, SAVE_ID, latest=True)
 
     # Without this, the writer puts no filler before fewer than 64 KiB of adjacent bytes of a swap file.
-    layout.SHARED_BYTES_MIN = 4096
+    data_files.SHARED_BYTES_MIN = 4096
     target = os.path.join(os.path.abspath(directory), "second", "global_step8")
     state = tree.pack({"client_state": SECOND_TREE}, "", lambda path, leaf: (tree.NDARRAY, "tree/0/0"))
     about = catalog.SaveMetadata(8, 4096, {}, state, WRITER)

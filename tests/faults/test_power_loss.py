@@ -22,7 +22,7 @@ import zckpt
 from tests.support.power import Disk, Killed, fingerprint, make, recorded
 from tests.support.states import write_state, write_through
 from zckpt.format.names import LOCK
-from zckpt.plan import layout
+from zckpt.plan import data_files
 from zckpt.system import linux
 from zckpt.testing import ReferenceEngine
 from zckpt.testing.thread_ranks import ONE_THREAD, ThreadRanks
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
     from tests.support.power import Op
-    from zckpt.plan.layout import WritePlan
+    from zckpt.plan.writes import WritePlan
     from zckpt.storage.contract import Store
 
 SHAPES = {"w": (37, 5), "b": (3,)}
@@ -174,7 +174,7 @@ def test_pages_shared_with_swap_files_are_whole_after_a_loss_of_power(
     swap.mkdir()
     write(run / "c", 5)
     before = Disk(run)
-    monkeypatch.setattr(layout, "SHARED_BYTES_MIN", 4096)
+    monkeypatch.setattr(data_files, "SHARED_BYTES_MIN", 4096)
     with recorded() as recorder:
         write_state(run / "c", 2, shapes, layout="random", step=6, swap=swap, overwrite=True)
     assert any(op.call == "clone" for op in recorder.ops)

@@ -18,7 +18,7 @@ from zckpt.errors import DigestError, FormatError
 from zckpt.format import index as index_format
 from zckpt.format.digest import digest
 from zckpt.format.dtypes import ITEM_BYTES
-from zckpt.format.index import PIECE_BYTES, ROW_BYTES, IndexWriter, Layout, Piece, chunk_rows, decode, pieces, take
+from zckpt.format.index import PIECE_BYTES, ROW_BYTES, IndexWriter, Piece, Rows, chunk_rows, decode, pieces, take
 from zckpt.format.manifest import Chunk, File, Files, Manifest, Part
 from zckpt.format.names import Tier, index_path
 from zckpt.geometry import Grid, Span
@@ -75,7 +75,7 @@ def rows(draw: st.DrawFn) -> tuple[list[tuple[int, ...]], list[list[Piece]]]:
     return shapes, pieces_of_rows
 
 
-def layout_of(rows: list[list[Piece]]) -> Layout:
+def layout_of(rows: list[list[Piece]]) -> Rows:
     flat = [piece for row in rows for piece in row]
     columns = {
         "name_id": range(len(rows)),
@@ -86,7 +86,7 @@ def layout_of(rows: list[list[Piece]]) -> Layout:
         "offset": (piece.offset for piece in flat),
         "block": (piece.block for piece in flat),
     }
-    return Layout(**{name: np.array([*values], np.int64) for name, values in columns.items()})
+    return Rows(**{name: np.array([*values], np.int64) for name, values in columns.items()})
 
 
 @given(st.data(), rows(), st.integers(1, 6))
@@ -172,7 +172,7 @@ def packed(**columns: list[int]) -> bytes:
     return frame(b"".join(np.array((SOUND | columns)[column], dtype).tobytes() for column, dtype in fields))
 
 
-def decode_frame(raw: bytes, **changes: Any) -> Layout:
+def decode_frame(raw: bytes, **changes: Any) -> Rows:
     chunk = dataclasses.replace(Chunk(0, 0, 2, 4, 0, len(raw), digest(raw)), **changes)
     return decode(raw, chunk, manifest_for(SHAPES, {"a": ["F32", "F32"], "b": ["F32", "F64"]}, (chunk,)))
 

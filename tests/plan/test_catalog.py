@@ -20,7 +20,7 @@ from zckpt.format import manifest as manifest_format
 from zckpt.format.names import Tier
 from zckpt.geometry import Grid, Span
 from zckpt.plan import catalog
-from zckpt.plan.layout import plan_data_files
+from zckpt.plan.data_files import plan_data_files
 from zckpt.state.inventory import Fragment
 
 METADATA = catalog.SaveMetadata(1, BLOCK_BYTES, {}, b"\xc0", {})

@@ -18,8 +18,9 @@ from zckpt.format.digest import DIGEST_BYTES, block_count
 from zckpt.format.dtypes import ITEM_BYTES
 from zckpt.format.limits import DATA_ALIGNMENT_BYTES
 from zckpt.geometry import Grid, Span
-from zckpt.plan import layout
-from zckpt.plan.layout import HEADER, plan_data_files, plan_writes
+from zckpt.plan import data_files
+from zckpt.plan.data_files import HEADER, plan_data_files
+from zckpt.plan.writes import plan_writes
 from zckpt.state.inventory import Fragment
 
 fragment_lists = st.integers(0, 10**6).map(lambda seed: fragments_of(0, 2, seed))
@@ -117,7 +118,7 @@ def fragments_in_memory(memory: torch.Tensor, choice: random.Random) -> list[Fra
 def test_only_long_runs_in_host_memory_are_written_without_a_buffer(seed: int, batch_blocks: int) -> None:
     memory, worth_bytes = torch.empty(200_000, dtype=torch.uint8), 10_000
     fragments = fragments_in_memory(memory, random.Random(seed))
-    with mock.patch.object(layout, "HOST_BYTES_MIN", worth_bytes):
+    with mock.patch.object(data_files, "HOST_BYTES_MIN", worth_bytes):
         files = plan_data_files(fragments, SAVE_ID, 0, 1, block_bytes=BLOCK_BYTES)
         sizes: dict[str, Any] = {"batch_bytes": batch_blocks * BLOCK_BYTES, "block_bytes": BLOCK_BYTES}
         plan, staged = plan_writes(files, straight=["master"], **sizes), plan_writes(files, **sizes)

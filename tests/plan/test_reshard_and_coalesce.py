@@ -21,8 +21,8 @@ from zckpt.format.digest import block_count, blocks
 from zckpt.format.index import Piece
 from zckpt.format.names import Tier
 from zckpt.geometry import Grid, Span, all_of, slice_of
-from zckpt.plan import coalesce
-from zckpt.plan.coalesce import Places, Ranges, StridedCopy, joined_copies, plan_reads
+from zckpt.plan import reads
+from zckpt.plan.reads import Ranges, StridedCopy, TargetPlaces, joined_copies, plan_reads
 from zckpt.plan.reshard import PieceRanges, StoredPieces, Wanted, choose_copies, piece_ranges
 
 FILES = 3
@@ -133,7 +133,7 @@ def carry_out(copy: StridedCopy, targets: list[bytearray], data: bytes) -> None:
         targets[copy.target][place : place + copy.run_bytes] = data[begin : begin + copy.run_bytes]
 
 
-def run(store: Store, ops: tuple[coalesce.ReadOp, ...], targets: list[bytearray]) -> Counter[tuple[int, int]]:
+def run(store: Store, ops: tuple[reads.ReadOp, ...], targets: list[bytearray]) -> Counter[tuple[int, int]]:
     """Carries out reads on bytes in memory. Returns how often each byte of each file was read."""
     read: Counter[tuple[int, int]] = Counter()
     for op in ops:
@@ -156,7 +156,7 @@ def run(store: Store, ops: tuple[coalesce.ReadOp, ...], targets: list[bytearray]
     return read
 
 
-def wanted_bytes(store: Store, ops: tuple[coalesce.ReadOp, ...]) -> set[tuple[int, int]]:
+def wanted_bytes(store: Store, ops: tuple[reads.ReadOp, ...]) -> set[tuple[int, int]]:
     """Returns the bytes of the files of which copies are made, as the numbers of the file and of the byte."""
     wanted = set()
     for op in ops:
@@ -168,7 +168,7 @@ def wanted_bytes(store: Store, ops: tuple[coalesce.ReadOp, ...]) -> set[tuple[in
 
 
 def joined(
-    store: Store, ops: tuple[coalesce.ReadOp, ...], targets: list[bytearray], wanted: list[bool]
+    store: Store, ops: tuple[reads.ReadOp, ...], targets: list[bytearray], wanted: list[bool]
 ) -> list[bytearray]:
     """Returns what the joined copies bring to the targets that are wanted. Checks that no two of these copies could be
     joined further."""
@@ -222,7 +222,7 @@ def test_reads_give_what_indexing_gives(
         requests.append((stored, [(span, 0)]))
         expected.append(stored.values.reshape(-1, stored.item)[order_of(grid)][start : span.stop].tobytes())
         targets.append(bytearray(len(expected[-1])))
-    with mock.patch.multiple(coalesce, SEGMENTS_MAX=segments_max, SPACED_GAP_BYTES=spaced_gap_bytes):
+    with mock.patch.multiple(reads, SEGMENTS_MAX=segments_max, SPACED_GAP_BYTES=spaced_gap_bytes):
         ops = plan_reads(
             found(requests),
             data_starts=store.data_starts,
@@ -262,7 +262,7 @@ def test_a_tensor_that_is_cut_in_its_columns_is_read_in_whole_boxes(verify: bool
     places = {(rank, n): (n * block_bytes, (n + 1) * block_bytes) for rank in range(ranks) for n in range(4)}
     store = Store([stored], contents, [0] * ranks, block_bytes, places)
 
-    def read(index: tuple[slice, ...]) -> tuple[tuple[coalesce.ReadOp, ...], int]:
+    def read(index: tuple[slice, ...]) -> tuple[tuple[reads.ReadOp, ...], int]:
         ops = plan_reads(
             found([(stored, [(slice_of((rows, columns), index)[1], 0)])]),
             data_starts=[0] * ranks, block_bytes=block_bytes, verify=verify, batch_bytes=2 * block_bytes,
@@ -292,7 +292,7 @@ def test_ranges_with_a_small_gap_between_them_are_read_together(gap_bytes: int, 
     wanted = PieceRanges(*(np.array(column, np.int64) for column in columns))
     ops = plan_reads(
         wanted, data_starts=[100], block_bytes=4096, verify=True, batch_bytes=8192, gap_bytes=gap_bytes,
-        places=Places(np.array([1000, -1, 3000]), 1, 1),
+        places=TargetPlaces(np.array([1000, -1, 3000]), 1, 1),
     )  # fmt: skip
     assert [(op.offset, op.nbytes) for op in ops] == reads
     if gap_bytes == 2:
@@ -311,7 +311,7 @@ def test_files_with_bytes_of_urgent_targets_come_first(data: st.DataObject, stor
     ]
     pieces, urgent = found(requests), data.draw(st.integers(0, len(requests)))
 
-    def planned(first_targets: int) -> tuple[coalesce.ReadOp, ...]:
+    def planned(first_targets: int) -> tuple[reads.ReadOp, ...]:
         return plan_reads(
             pieces, data_starts=store.data_starts, block_bytes=store.block_bytes, verify=verify, urgent=first_targets,
             batch_bytes=store.block_bytes,
@@ -332,7 +332,7 @@ def rows(ranges: Ranges) -> list[tuple[int, int, int]]:
 
 
 def run_straight(
-    store: Store, ops: tuple[coalesce.ReadOp, ...], targets: list[bytearray], places: Places
+    store: Store, ops: tuple[reads.ReadOp, ...], targets: list[bytearray], places: TargetPlaces
 ) -> Counter[tuple[int, int]]:
     """Carries out reads on bytes in memory, as direct I/O does. Returns how often each byte of each target was
     filled."""
@@ -354,7 +354,7 @@ def run_straight(
     for op in ops:
         segments, step = op.segments, max(places.memory_bytes, places.offset_bytes)
         for start, nbytes, address in rows(op.inner):
-            assert nbytes >= coalesce.STRAIGHT_BYTES_MIN
+            assert nbytes >= reads.STRAIGHT_BYTES_MIN
             assert start % step == nbytes % step == address % places.memory_bytes == 0
             put(op.file, start, nbytes, address)
         for start, nbytes, address in rows(op.edges):
@@ -411,7 +411,7 @@ def test_each_byte_is_put_into_its_place_once(
         begin = end + data.draw(st.just(0) | st.integers(0, 40))
         address.append(begin if data.draw(st.integers(0, 4)) else -1)
         end = begin + len(targets[-1])
-    places = Places(np.array(address, np.int64), 1 << memory_power, 1 << offset_power)
+    places = TargetPlaces(np.array(address, np.int64), 1 << memory_power, 1 << offset_power)
     page_bytes = max(places.memory_bytes, places.offset_bytes)
     batch_bytes, bytes_max = batch_blocks * store.block_bytes, data.draw(st.integers(1, 400))
     sizes: dict[str, Any] = {
@@ -419,7 +419,7 @@ def test_each_byte_is_put_into_its_place_once(
         "STRAIGHT_BYTES_MAX": bytes_max,
         "PAGE_BYTES": page_bytes,
     }
-    with mock.patch.multiple(coalesce, **sizes):
+    with mock.patch.multiple(reads, **sizes):
         ops = plan_reads(
             found(requests),
             data_starts=store.data_starts,
@@ -446,7 +446,7 @@ def test_each_byte_is_put_into_its_place_once(
 )
 def test_a_straight_read_may_be_larger_than_a_buffer(kib: int, batch_kib: int, address: int, sizes: list[int]) -> None:
     stored = Stored(np.empty(0), 1, [Piece(0, Tier.DEVICE, 0, Span(Grid((kib * KIB,)), 0, kib * KIB), 0, 0)], [0])
-    wanted, places = found([(stored, [elements(0, kib * KIB)])]), Places(np.array([address]), 512, 512)
+    wanted, places = found([(stored, [elements(0, kib * KIB)])]), TargetPlaces(np.array([address]), 512, 512)
     ops = plan_reads(
         wanted, data_starts=[0], block_bytes=64 * KIB, verify=True, batch_bytes=batch_kib * KIB, places=places
     )
@@ -456,25 +456,25 @@ def test_a_straight_read_may_be_larger_than_a_buffer(kib: int, batch_kib: int, a
 @pytest.mark.parametrize(
     ("places", "inner", "edges"),
     [
-        (Places(np.array([5003, 5103]), 1, 8), [(104, 192, 5004)], [(103, 1, 5003), (296, 7, 5196)]),
-        (Places(np.array([5003, 5103]), 4, 8), [(104, 192, 5004)], [(103, 1, 5003), (296, 7, 5196)]),
-        (Places(np.array([5003, 5103]), 8, 8), [], []),  # the places differ by 4 bytes
-        (Places(np.array([5007, 5107]), 8, 1), [(104, 192, 5008)], [(103, 1, 5007), (296, 7, 5200)]),
-        (Places(np.array([5003, -1]), 4, 4), [(104, 96, 5004)], [(103, 1, 5003), (200, 3, 5100)]),
+        (TargetPlaces(np.array([5003, 5103]), 1, 8), [(104, 192, 5004)], [(103, 1, 5003), (296, 7, 5196)]),
+        (TargetPlaces(np.array([5003, 5103]), 4, 8), [(104, 192, 5004)], [(103, 1, 5003), (296, 7, 5196)]),
+        (TargetPlaces(np.array([5003, 5103]), 8, 8), [], []),  # the places differ by 4 bytes
+        (TargetPlaces(np.array([5007, 5107]), 8, 1), [(104, 192, 5008)], [(103, 1, 5007), (296, 7, 5200)]),
+        (TargetPlaces(np.array([5003, -1]), 4, 4), [(104, 96, 5004)], [(103, 1, 5003), (200, 3, 5100)]),
         (
-            Places(np.array([5003, 5503]), 4, 4),
+            TargetPlaces(np.array([5003, 5503]), 4, 4),
             [(104, 96, 5004), (204, 96, 5504)],
             [(103, 1, 5003), (200, 3, 5100), (203, 1, 5503), (300, 3, 5600)],
         ),
     ],
 )
 def test_bytes_with_the_same_alignment_in_memory_and_file_are_read_straight_to_memory(
-    places: Places, inner: list[tuple[int, int, int]], edges: list[tuple[int, int, int]]
+    places: TargetPlaces, inner: list[tuple[int, int, int]], edges: list[tuple[int, int, int]]
 ) -> None:
     """The file has two tensors of 100 bytes, one after the other, from its byte 103 on."""
     stored = [Stored(np.empty(0), 1, [Piece(0, Tier.DEVICE, 0, all_of((100,)), offset, 0)], [0]) for offset in (3, 103)]
     wanted = found([(tensor, [elements(0, 100)]) for tensor in stored])
-    with mock.patch.object(coalesce, "STRAIGHT_BYTES_MIN", 90):
+    with mock.patch.object(reads, "STRAIGHT_BYTES_MIN", 90):
         (op,) = plan_reads(wanted, data_starts=[100], block_bytes=64, verify=True, batch_bytes=4096, places=places)
         assert (rows(op.inner), rows(op.edges)) == (inner, edges)
     (op,) = plan_reads(wanted, data_starts=[100], block_bytes=64, verify=True, batch_bytes=4096, places=places)
@@ -486,8 +486,8 @@ def test_a_block_that_is_wanted_only_in_part_goes_through_a_buffer(verify: bool)
     """What is wanted twice also goes through a buffer, because each byte is read once."""
     stored = Stored(np.empty(0), 1, [Piece(0, Tier.DEVICE, 0, all_of((256,)), 0, 0)], [0])
     wanted = found([(stored, [elements(10, 200, 10)]), (stored, [elements(130, 140)])])
-    places = Places(np.array([5000, 9000]), 1, 1)
-    with mock.patch.object(coalesce, "STRAIGHT_BYTES_MIN", 1):
+    places = TargetPlaces(np.array([5000, 9000]), 1, 1)
+    with mock.patch.object(reads, "STRAIGHT_BYTES_MIN", 1):
         ops = plan_reads(wanted, data_starts=[0], block_bytes=64, verify=verify, batch_bytes=4096, places=places)
     straight = np.concatenate([op.segments.straight for op in ops]).tolist()
     assert straight == ([False, True, False, False] if verify else [True, True, False, True])
@@ -512,7 +512,7 @@ def test_reads_of_whole_tensors_read_only_their_bytes(store: Store, wanted: list
     assert sum(read.values()) == sum(store.tensors[i].values.nbytes for i in chosen)
     assert all(targets[i] == store.tensors[i].in_order.tobytes() for i in chosen)
     for before, after in pairwise(ops):  # neighbours are one read, unless it has too many segments
-        if len(before.segments.nbytes) < coalesce.SEGMENTS_MAX:
+        if len(before.segments.nbytes) < reads.SEGMENTS_MAX:
             assert (before.file, before.offset + before.nbytes) != (after.file, after.offset)
 
 

@@ -17,12 +17,13 @@ from zckpt.format.limits import DATA_ALIGNMENT_BYTES
 from zckpt.format.names import piece_name
 from zckpt.geometry import all_of
 from zckpt.plan import catalog, together
-from zckpt.plan.layout import HEADER, plan_data_files, plan_writes
+from zckpt.plan.data_files import HEADER, plan_data_files
 from zckpt.plan.together import common_files, joined_digests, own_files, with_common_files
+from zckpt.plan.writes import plan_writes
 from zckpt.state.inventory import Fragment
 
 if TYPE_CHECKING:
-    from zckpt.plan.layout import DataFilePlan
+    from zckpt.plan.data_files import DataFilePlan
     from zckpt.plan.together import CommonFile
 
 FIRST, RANKS = 4, 3

@@ -25,14 +25,14 @@ from hypothesis import strategies as st
 import zckpt
 from tests.support.states import PARTS, SHAPES, Written, fragment, same, same_all, write_state
 from zckpt.listing import contents as listing
-from zckpt.plan import catalog, layout
-from zckpt.plan.coalesce import plan_reads
+from zckpt.plan import catalog, data_files
+from zckpt.plan.reads import plan_reads
 from zckpt.reading import checkpoint as reading
 from zckpt.testing.fragments import write_fragments
 from zckpt.transfer.budget import MIB
 
 if TYPE_CHECKING:
-    from zckpt.plan.coalesce import ReadOp
+    from zckpt.plan.reads import ReadOp
     from zckpt.plan.reshard import PieceRanges
 
 WORLD_SIZE = 3
@@ -212,7 +212,7 @@ def test_casts(tmp_path: Path, stored: torch.dtype, wanted: torch.dtype) -> None
 def test_small_elements_before_large_ones(tmp_path: Path) -> None:
     """zckpt writes the larger elements first. A reader does not depend on this order (see "Data files" in the spec)."""
     values = {"a": torch.randn(3).bfloat16(), "b": torch.randn(1).bfloat16(), "c": torch.randn(5)}
-    with mock.patch.object(layout, "_order", lambda file, item_bytes: np.arange(len(file))):
+    with mock.patch.object(data_files, "_order", lambda file, item_bytes: np.arange(len(file))):
         write_state(tmp_path / "c", 1, values, parts=("master",))
     checkpoint = zckpt.open(tmp_path / "c")
     assert [checkpoint[f"master/{name}"].pieces[0].offset for name in values] == [4096, 4102, 4104]

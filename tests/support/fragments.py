@@ -13,7 +13,7 @@ from zckpt.geometry import Grid, Span
 from zckpt.state.inventory import Fragment
 
 if TYPE_CHECKING:
-    from zckpt.plan.layout import DataFilePlan
+    from zckpt.plan.data_files import DataFilePlan
 
 SAVE_ID = "0123456789abcdef"
 BLOCK_BYTES = 4096

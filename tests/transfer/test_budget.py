@@ -11,7 +11,7 @@ import pytest
 
 import zckpt
 from tests.support.states import same_all, write_state
-from zckpt.plan.coalesce import STRAIGHT_BYTES_MAX
+from zckpt.plan.reads import STRAIGHT_BYTES_MAX
 from zckpt.storage.buffers import PAGE_BYTES
 from zckpt.system.threads import Worker
 from zckpt.transfer.budget import Budget

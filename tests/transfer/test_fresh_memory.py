@@ -16,7 +16,7 @@ import torch
 
 import zckpt
 from tests.support.states import write_state
-from zckpt.plan.coalesce import STRAIGHT_BYTES_MIN
+from zckpt.plan.reads import STRAIGHT_BYTES_MIN
 from zckpt.storage.buffers import PAGE_BYTES
 from zckpt.system.linux import HUGE_BYTES_MIN, HUGE_PAGE_BYTES
 from zckpt.transfer.memory import SHARED_BYTES, fresh_tensor, fresh_tensors

@@ -19,7 +19,7 @@ from zckpt.format import names
 from zckpt.format.digest import BLOCK_BYTES
 from zckpt.listing.runs import refuse_place
 from zckpt.plan import catalog
-from zckpt.plan.layout import plan_data_files
+from zckpt.plan.data_files import plan_data_files
 from zckpt.progress import PartOfProgress, reported
 from zckpt.state.inventory import STATE
 from zckpt.state.lineage import Lineage, Use
@@ -34,7 +34,7 @@ from zckpt.writing.rank_write import RankWrite, join
 if TYPE_CHECKING:
     from zckpt.converting.replica_sums import Sums
     from zckpt.converting.source import RankPart, Source
-    from zckpt.plan.layout import DataFilePlan
+    from zckpt.plan.data_files import DataFilePlan
     from zckpt.progress import Progress
     from zckpt.ranks.collectives import Ranks
     from zckpt.state.inventory import Fragment

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
     from zckpt.listing.contents import Contents
-    from zckpt.plan.layout import DataFilePlan
+    from zckpt.plan.data_files import DataFilePlan
     from zckpt.plan.reshard import FilePieces
     from zckpt.storage.contract import Store
     from zckpt.storage.location import Location

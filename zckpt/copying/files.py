@@ -13,7 +13,7 @@ from zckpt.format import names, tree
 from zckpt.format.digest import DIGEST_BYTES, block_count, blocks, digest
 from zckpt.format.index import check_claims
 from zckpt.geometry import Span
-from zckpt.plan.layout import FILLER, HEADER, DataFilePlan, plan_copied_file, plan_data_files
+from zckpt.plan.data_files import FILLER, HEADER, DataFilePlan, plan_copied_file, plan_data_files
 from zckpt.plan.share import shared_out
 from zckpt.state.inventory import MASTER, RESERVED_PARTS, STATE, FileRange, Fragment
 from zckpt.state.lineage import Lineage, Use, use_of

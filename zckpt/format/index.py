@@ -54,7 +54,7 @@ _LEVEL = 9
 
 
 @dataclass(frozen=True)
-class Layout:
+class Rows:
     """Some rows of one layout, as int64 columns of R rows and P pieces. Equal layouts of several parts are stored
     once."""
 
@@ -109,7 +109,7 @@ class IndexWriter:
         """The id of each layout, by the digests of its chunks."""
         self._compressor = zstandard.ZstdCompressor(level=_LEVEL, write_content_size=True, write_checksum=False)
 
-    def add(self, layout: Iterable[Layout]) -> int:
+    def add(self, layout: Iterable[Rows]) -> int:
         """Adds a layout. Each item has the rows of one chunk. Returns the id of the layout. If an equal layout has been
         added before, this is its id, and nothing is stored."""
         start, first_row, layout_id = len(self.index), 0, len(self._ids)
@@ -139,7 +139,7 @@ def chunk_rows(count: Ints) -> Iterator[slice]:
         row, piece = next_row, int(stops[next_row - 1])
 
 
-def decode(raw: bytes, chunk: Chunk, manifest: Manifest) -> Layout:
+def decode(raw: bytes, chunk: Chunk, manifest: Manifest) -> Rows:
     """Decompresses one chunk and checks it for every part that has its layout.
 
     Args:
@@ -196,7 +196,7 @@ def _decompress(raw: bytes, where: _Where) -> bytes:
     return out
 
 
-def _columns(raw: bytes, chunk: Chunk) -> Layout:
+def _columns(raw: bytes, chunk: Chunk) -> Rows:
     """Returns the columns of a chunk. A u64 of 2^63 or more becomes negative."""
     columns = []
     position = 0
@@ -205,10 +205,10 @@ def _columns(raw: bytes, chunk: Chunk) -> Layout:
             column = np.frombuffer(raw, dtype, size, position)
             position += column.nbytes
             columns.append(column.astype(np.int64))
-    return Layout(*columns)
+    return Rows(*columns)
 
 
-def _check(layout: Layout, part_id: int, part: Part, where: _Where) -> None:
+def _check(layout: Rows, part_id: int, part: Part, where: _Where) -> None:
     """Checks the rules I004 to I006 for one part. A u64 of 2^63 or more has become negative here, and is refused
     because of that."""
     manifest, chunk = where.manifest, where.chunk
@@ -236,7 +236,7 @@ def _check(layout: Layout, part_id: int, part: Part, where: _Where) -> None:
         raise where.broken("I006", "a piece lies outside its file's data", key)
 
 
-def _check_copies(layout: Layout, numel: Ints, part: Part, where: _Where) -> None:
+def _check_copies(layout: Rows, numel: Ints, part: Part, where: _Where) -> None:
     """Raises FormatError (I005) unless the lengths of each row make up whole copies of its tensor, which has ``numel``
     elements."""
     numel_of = np.repeat(numel, layout.count)
@@ -258,7 +258,7 @@ def _check_copies(layout: Layout, numel: Ints, part: Part, where: _Where) -> Non
         raise where.broken("I005", "the pieces leave a gap, overlap or do not end with the tensor", key)
 
 
-def starts_and_copies(layout: Layout, numel: Ints) -> tuple[Ints, Ints]:
+def starts_and_copies(layout: Rows, numel: Ints) -> tuple[Ints, Ints]:
     """Returns the start and the copy of every piece. ``numel`` has the number of elements of each row's tensor."""
     before = np.cumsum(layout.length) - layout.length
     first = layout.first
@@ -300,16 +300,14 @@ def check_claims(manifest: Manifest, pieces: Iterable[tuple[Ints, Ints]]) -> Int
     return claimed
 
 
-def take(layout: Layout, rows: Ints) -> Layout:
+def take(layout: Rows, rows: Ints) -> Rows:
     """Returns some rows of a layout, with their pieces, in the order of ``rows``."""
     row, number = ragged(layout.count[rows])
     piece = layout.first[rows][row] + number
-    return Layout(
-        layout.name_id[rows], layout.count[rows], *(getattr(layout, name)[piece] for name, _ in PIECE_COLUMNS)
-    )
+    return Rows(layout.name_id[rows], layout.count[rows], *(getattr(layout, name)[piece] for name, _ in PIECE_COLUMNS))
 
 
-def pieces(layout: Layout, row: int, grid: Grid) -> Iterator[Piece]:
+def pieces(layout: Rows, row: int, grid: Grid) -> Iterator[Piece]:
     """Yields the pieces of one row of a layout that has been checked, copy by copy, in the order of their elements.
     ``grid``: that of the tensor."""
     # The pieces are made one by one: with 1000 new objects at once, Python's garbage collector would look through all

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     import torch
 
     from zckpt.format.data_file import Header
-    from zckpt.format.index import Layout, Piece
+    from zckpt.format.index import Piece, Rows
     from zckpt.format.manifest import File, Manifest
     from zckpt.geometry import Grid, Ints
     from zckpt.storage.contract import Reader, Store
@@ -161,7 +161,7 @@ class Contents(Mapping[str, TensorInfo]):
         self.manifest = manifest
         self.reader = reader
         self.store = store
-        self._layouts: dict[int, Layout] = {}
+        self._layouts: dict[int, Rows] = {}
         """The chunks that were asked for last, the oldest first."""
         self._kept_pieces = 0
         """How many pieces these chunks have."""
@@ -327,7 +327,7 @@ class Contents(Mapping[str, TensorInfo]):
             for layout_id in set(layout.tolist())
         }
 
-    def chunk(self, number: int) -> Layout:
+    def chunk(self, number: int) -> Rows:
         """Returns one chunk of the index. It is read and checked when it is first asked for, and read again if many
         others have been asked for since."""
         layout = self._layouts.get(number)

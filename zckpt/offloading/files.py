@@ -15,9 +15,10 @@ from zckpt.format.digest import BLOCK_BYTES, DIGEST_BYTES, ReadFile
 from zckpt.format.names import Tier
 from zckpt.geometry import all_of
 from zckpt.offloading.memory import fresh_memory, whole
-from zckpt.plan.coalesce import plan_reads
-from zckpt.plan.layout import plan_data_files, plan_writes
+from zckpt.plan.data_files import plan_data_files
+from zckpt.plan.reads import plan_reads
 from zckpt.plan.reshard import PieceRanges
+from zckpt.plan.writes import plan_writes
 from zckpt.state.inventory import Fragment
 from zckpt.storage.files import free_bytes
 from zckpt.storage.scratch import ScratchRange, ScratchReader, ScratchStore
@@ -30,7 +31,7 @@ from zckpt.transfer.write import run_writes, unchanged_files
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from zckpt.plan.layout import DataFilePlan
+    from zckpt.plan.data_files import DataFilePlan
     from zckpt.storage.scratch import ScratchFile
     from zckpt.transfer.budget import Budget
     from zckpt.transfer.snapshot import Snapshot

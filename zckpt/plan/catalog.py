@@ -17,7 +17,7 @@ from zckpt.format import manifest as manifest_format
 from zckpt.format import tree
 from zckpt.format.digest import DIGEST_BYTES, digest
 from zckpt.format.grids import packed_sections
-from zckpt.format.index import IndexWriter, Layout
+from zckpt.format.index import IndexWriter, Rows
 from zckpt.format.limits import MANY_PIECES_MAX
 from zckpt.format.manifest import File, Files, Manifest, Part
 from zckpt.format.names import LINEAGE, MACHINES, Tier, data_file_path
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from zckpt.geometry import Ints, Sections
-    from zckpt.plan.layout import DataFilePlan
+    from zckpt.plan.data_files import DataFilePlan
 
 Kind = tuple[tuple[int, ...], str, "Sections"]
 """The shape and the dtype of a tensor, and the sections of its grid. Very many tensors may be of the same kind."""
@@ -237,7 +237,7 @@ def _rows_of_part(files: Sequence[_FilePieces], names: int) -> tuple[Ints, Ints,
     return present, kind[present], count[present]
 
 
-def _chunks(part: str, files: Sequence[_FilePieces], name: Ints, count: Ints, numbered: _Numbered) -> Iterator[Layout]:
+def _chunks(part: str, files: Sequence[_FilePieces], name: Ints, count: Ints, numbered: _Numbered) -> Iterator[Rows]:
     """Yields the layout of one part, chunk by chunk. Only the pieces of one chunk are put together at a time, because
     all pieces of thousands of ranks would take much memory. ``files``: the pieces of all files of the part. ``name``
     and ``count``: of ``_rows_of_part``. The other arguments and the errors are those of ``_rows``."""
@@ -278,7 +278,7 @@ def _pieces_of_chunk(placed: Sequence[tuple[_FilePieces, Ints | None, Sequence[i
     return [column[order] for column in together]
 
 
-def _rows(part: str, columns: Sequence[Ints], numbered: _Numbered) -> Layout:
+def _rows(part: str, columns: Sequence[Ints], numbered: _Numbered) -> Rows:
     """Returns the rows of one chunk of a part.
 
     ``columns`` are int64 arrays with an entry for each piece of the chunk: name, kind, start, stop, copy, offset,
@@ -298,7 +298,7 @@ def _rows(part: str, columns: Sequence[Ints], numbered: _Numbered) -> Layout:
             key=f"{part}/{label}",
             rank=this_rank,
         )
-    layout = Layout(row_name, count, rank, tier, stop - start, offset, block)
+    layout = Rows(row_name, count, rank, tier, stop - start, offset, block)
     numel = np.array([math.prod(shape) for shape, _, _ in kinds], np.int64)[row_kind]
     wrong = _wrong_starts(layout, name, copy, start, numel)
     if wrong.any():
@@ -319,7 +319,7 @@ def _described(shape: tuple[int, ...], dtype: str, sections: Sections) -> str:
     )
 
 
-def _wrong_starts(layout: Layout, name: Ints, copy: Ints, start: Ints, numel: Ints) -> NDArray[np.bool]:
+def _wrong_starts(layout: Rows, name: Ints, copy: Ints, start: Ints, numel: Ints) -> NDArray[np.bool]:
     """Returns, for each piece, whether a reader would compute another start or copy for it than the ranks have recorded
     (I005). A reader has to compute them, because the index does not store where pieces start."""
     read_start, read_copy = index_format.starts_and_copies(layout, numel)

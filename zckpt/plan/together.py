@@ -20,7 +20,7 @@ from zckpt.format.dtypes import ITEM_BYTES
 from zckpt.format.limits import DATA_ALIGNMENT_BYTES, DIGEST_TABLE_BYTES_MAX
 from zckpt.format.names import FILLER_PREFIX, Tier, partial_name
 from zckpt.plan.catalog import FileRecord, Kind, PieceColumns, RankRecord, Tensors
-from zckpt.plan.layout import plan_range
+from zckpt.plan.data_files import plan_range
 from zckpt.state.inventory import BUFFER
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from zckpt.format.data_file import EntryFields
     from zckpt.geometry import Ints, Sections
-    from zckpt.plan.layout import DataFilePlan
+    from zckpt.plan.data_files import DataFilePlan
 
 HINT = "let fewer ranks share a file: ranks_per_file"
 

@@ -17,7 +17,7 @@ from zckpt.errors import FormatError, MismatchError, count
 from zckpt.format import names, tree
 from zckpt.geometry import Span, all_of, row_count, same_order, slice_of
 from zckpt.listing.contents import TensorInfo
-from zckpt.plan.coalesce import SPACED_GAP_BYTES, plan_reads
+from zckpt.plan.reads import SPACED_GAP_BYTES, plan_reads
 from zckpt.plan.reshard import Wanted, piece_ranges
 from zckpt.progress import Progress, reported
 from zckpt.reading.extra_state import extra_state

@@ -13,13 +13,13 @@ from zckpt.format import data_file as data_file_format
 from zckpt.format import names
 from zckpt.format.digest import BLOCK_BYTES, DIGEST_BYTES, ReadFile, blocks, digest
 from zckpt.plan import rebuild
-from zckpt.plan.coalesce import plan_reads
+from zckpt.plan.reads import plan_reads
 from zckpt.plan.reshard import entry_ranges
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from zckpt.plan.coalesce import ReadOp
+    from zckpt.plan.reads import ReadOp
     from zckpt.plan.rebuild import FoundFile
     from zckpt.storage.buffers import Bytes
     from zckpt.storage.contract import Reader

@@ -6,7 +6,7 @@ import secrets
 from typing import TYPE_CHECKING
 
 from zckpt.plan import catalog
-from zckpt.plan.layout import plan_data_files
+from zckpt.plan.data_files import plan_data_files
 from zckpt.storage.lock import WriteLock
 from zckpt.storage.schemes import open_store
 from zckpt.transfer.snapshot import Snapshot

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from zckpt.plan.coalesce import STRAIGHT_BYTES_MAX
+from zckpt.plan.reads import STRAIGHT_BYTES_MAX
 
 if TYPE_CHECKING:
     from zckpt.storage.contract import Store

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-    from zckpt.plan.coalesce import Copies, StridedCopy
+    from zckpt.plan.reads import Copies, StridedCopy
     from zckpt.storage.buffers import Bytes
 
     Ints = NDArray[np.int64]

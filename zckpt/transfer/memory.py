@@ -16,7 +16,7 @@ import torch
 
 from zckpt.errors import CastError, StateError, ZckptError
 from zckpt.geometry import runs_of_equal
-from zckpt.plan.coalesce import STRAIGHT_BYTES_MIN
+from zckpt.plan.reads import STRAIGHT_BYTES_MIN
 from zckpt.storage.buffers import PAGE_BYTES
 from zckpt.system import linux
 from zckpt.transfer.devices import ToDevice, check_devices, device_memory, devices_of, rows_of
@@ -25,7 +25,7 @@ from zckpt.transfer.host_memory import HostMemory
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from zckpt.plan.coalesce import Copies, StridedCopy
+    from zckpt.plan.reads import Copies, StridedCopy
     from zckpt.state.inventory import Fragment
     from zckpt.storage.buffers import Bytes
 

@@ -27,7 +27,7 @@ import torch
 
 from zckpt.format.digest import DIGEST_BYTES, check_block, digest
 from zckpt.format.rules import broken
-from zckpt.plan.coalesce import Places, joined_copies
+from zckpt.plan.reads import TargetPlaces, joined_copies
 from zckpt.storage.buffers import PAGE_BYTES, after
 from zckpt.system.linux import processors
 from zckpt.system.threads import Countdown
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     from zckpt.errors import FormatError
     from zckpt.format.digest import ReadFile
-    from zckpt.plan.coalesce import Ranges, ReadOp, Segments
+    from zckpt.plan.reads import Ranges, ReadOp, Segments
     from zckpt.storage.buffers import Bytes
     from zckpt.storage.contract import DirectReads, Reader
     from zckpt.transfer.budget import Budget
@@ -57,12 +57,12 @@ were larger, the bytes would no longer be in the processor's cache when they are
 would take more time for each byte."""
 
 
-def places_of(reader: Reader, targets: Targets, files: Mapping[int, ReadFile]) -> Places:
+def places_of(reader: Reader, targets: Targets, files: Mapping[int, ReadFile]) -> TargetPlaces:
     """Returns the addresses and alignments of ``targets`` for the planner. All ``files`` are on one file system, so one
     alignment applies to all of them."""
     direct, file = reader.direct, next(iter(files.values()), None)
     alignment = (PAGE_BYTES, PAGE_BYTES) if direct is None or file is None else direct.alignment(file.path)
-    return Places(targets.host.address, *alignment)
+    return TargetPlaces(targets.host.address, *alignment)
 
 
 def run_reads(

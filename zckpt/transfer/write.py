@@ -20,7 +20,7 @@ import torch
 
 from zckpt.format.digest import DIGEST_BYTES, digest
 from zckpt.format.rules import broken
-from zckpt.plan.layout import FILLER, HEADER
+from zckpt.plan.data_files import FILLER, HEADER
 from zckpt.state.inventory import FileRange
 from zckpt.storage.buffers import PAGE_BYTES, whole_pages
 from zckpt.storage.files import read_from
@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from zckpt.format.digest import ReadFile
-    from zckpt.plan.layout import DataFilePlan, WriteOp, WritePlan
+    from zckpt.plan.data_files import DataFilePlan
+    from zckpt.plan.writes import WriteOp, WritePlan
     from zckpt.state.inventory import Fragment
     from zckpt.storage.buffers import Bytes
     from zckpt.storage.contract import Creator, PageSharing, Reader, Store, Writer

@@ -14,7 +14,7 @@ from zckpt.format.dtypes import ITEM_BYTES
 from zckpt.format.names import digests_path, piece_name, split_piece_name
 from zckpt.format.rules import broken
 from zckpt.geometry import Span
-from zckpt.plan.coalesce import plan_reads
+from zckpt.plan.reads import plan_reads
 from zckpt.plan.reshard import entry_ranges
 from zckpt.validation.report import failures
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from zckpt.format.manifest import Manifest
     from zckpt.geometry import Grid
     from zckpt.listing.contents import Contents
-    from zckpt.plan.coalesce import ReadOp
+    from zckpt.plan.reads import ReadOp
     from zckpt.plan.reshard import FilePieces
     from zckpt.storage.buffers import Bytes
     from zckpt.transfer.staging import StagingPool

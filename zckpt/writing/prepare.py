@@ -24,7 +24,7 @@ from zckpt.listing.doubt import settle
 from zckpt.listing.runs import latest_name, refuse_place
 from zckpt.offloading.away import away
 from zckpt.plan import catalog
-from zckpt.plan.layout import plan_data_files
+from zckpt.plan.data_files import plan_data_files
 from zckpt.plan.replicas import Share, own_shares
 from zckpt.plan.together import Range, common_files, own_files, with_common_files
 from zckpt.ranks.collectives import check_arguments
@@ -48,7 +48,7 @@ from zckpt.writing.saves import saves_of
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from zckpt.plan.layout import DataFilePlan
+    from zckpt.plan.data_files import DataFilePlan
     from zckpt.plan.together import CommonFile
     from zckpt.ranks.collectives import Ranks
     from zckpt.state.inventory import Fragment

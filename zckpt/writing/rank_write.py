@@ -27,8 +27,8 @@ from zckpt.listing.leftovers import is_file, may_be_named, named_files, run_left
 from zckpt.listing.other_formats import deepspeed_files
 from zckpt.listing.runs import latest_name, manifest_bytes, names_in
 from zckpt.plan import catalog
-from zckpt.plan.layout import plan_writes
 from zckpt.plan.together import joined_digests
+from zckpt.plan.writes import plan_writes
 from zckpt.progress import logged, reported
 from zckpt.state.inventory import ANY_TIME, FileRange
 from zckpt.storage.contract import ANYTHING
@@ -46,7 +46,7 @@ from zckpt.writing.reuse import SameFile, read_back
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
-    from zckpt.plan.layout import DataFilePlan
+    from zckpt.plan.data_files import DataFilePlan
     from zckpt.plan.together import CommonFile
     from zckpt.ranks.collectives import Ranks
     from zckpt.storage.contract import Condition, Prepared, Store

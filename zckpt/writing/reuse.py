@@ -12,7 +12,7 @@ from zckpt.errors import ZckptError, warn
 from zckpt.format.data_file import with_origin
 from zckpt.format.digest import DIGEST_BYTES, ReadFile
 from zckpt.listing.find import find, open_contents
-from zckpt.plan.layout import plan_writes
+from zckpt.plan.writes import plan_writes
 from zckpt.state.inventory import ANY_TIME, FileRange
 from zckpt.storage.schemes import open_store
 from zckpt.transfer.devices import devices_of, synchronize
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping, Sequence
 
     from zckpt.listing.contents import Contents
-    from zckpt.plan.layout import DataFilePlan
+    from zckpt.plan.data_files import DataFilePlan
     from zckpt.storage.contract import Store
     from zckpt.storage.location import Location, StrPath
     from zckpt.transfer.budget import Budget

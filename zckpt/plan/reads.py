@@ -37,7 +37,7 @@ so many bytes."""
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class TargetPlaces:
     """Where the targets of a load are in the memory of the host.
 
     ``address`` is an int64 column with the address of the first byte of each target. It is -1 for a target that cannot
@@ -196,7 +196,7 @@ def plan_reads(
     block_bytes: int,
     verify: bool,
     batch_bytes: int,
-    places: Places | None = None,
+    places: TargetPlaces | None = None,
     urgent: int = 0,
     gap_bytes: int = 0,
 ) -> tuple[ReadOp, ...]:
@@ -259,7 +259,7 @@ def plan_reads(
     nbytes = stop_at - start_at
     target, target_offset, _, runs, run_bytes, _, _ = (column[first_copy] for column in copy_columns)
     if places is None:
-        places = Places(np.full(int(target.max(initial=-1)) + 1, -1), 1, 1)
+        places = TargetPlaces(np.full(int(target.max(initial=-1)) + 1, -1), 1, 1)
     alone = (copies == 1) & (runs == 1) & (run_bytes == nbytes) & (places.address[target] >= 0)
     address = np.where(alone, places.address[target] + target_offset, -1)
     cuts = _cuts(file, start_at, stop_at, address, batch_bytes, places, gap_bytes)
@@ -293,7 +293,7 @@ def _cut(columns: Sequence[NDArray[Any]], bounds: Sequence[int]) -> Iterator[tup
 
 
 def _cuts(
-    file: Ints, start: Ints, stop: Ints, address: Ints, batch_bytes: int, places: Places, gap_bytes: int
+    file: Ints, start: Ints, stop: Ints, address: Ints, batch_bytes: int, places: TargetPlaces, gap_bytes: int
 ) -> list[int]:
     """Returns the first segment of each read. The columns have the file of each segment, the bytes of the file at which
     it begins and ends, and the address of its memory, or -1."""
@@ -324,7 +324,7 @@ def _cuts(
 
 
 def _straight(
-    cuts: Sequence[int], start: Ints, stop: Ints, address: Ints, places: Places
+    cuts: Sequence[int], start: Ints, stop: Ints, address: Ints, places: TargetPlaces
 ) -> tuple[NDArray[np.bool_], list[Ranges], list[Ranges]]:
     """Returns which segments are read straight into their memory, and the ranges ``inner`` and ``edges`` of each read.
 

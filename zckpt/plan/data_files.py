@@ -1,9 +1,7 @@
-"""Plans the data files of a rank (their names, headers, offsets and block numbers), and the writes that make them."""
+"""Plans the data files of a rank: their names, headers, offsets and block numbers."""
 
 from __future__ import annotations
 
-import itertools
-from bisect import bisect_right
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -15,8 +13,7 @@ from zckpt.format.digest import DIGEST_BYTES, block_count
 from zckpt.format.dtypes import ITEM_BYTES
 from zckpt.format.limits import DATA_ALIGNMENT_BYTES, DIGEST_TABLE_BYTES_MAX
 from zckpt.format.names import FILLER_PREFIX, Tier, piece_name
-from zckpt.geometry import ragged, runs_of_equal
-from zckpt.plan.coalesce import STRAIGHT_BYTES_MAX
+from zckpt.geometry import runs_of_equal
 from zckpt.state.inventory import ANY_TIME, FileRange, Fragment
 
 if TYPE_CHECKING:
@@ -28,7 +25,7 @@ if TYPE_CHECKING:
 HEADER, FILLER = -1, -2
 """The sources of the regions that are not pieces."""
 SHARED_BYTES_MIN = 64 << 10
-"""The length in bytes from which adjacent fragments in a swap file are a long run (see ``Places.long_runs``)."""
+"""The length in bytes from which adjacent fragments in a swap file are a long run."""
 HOST_BYTES_MIN = 1 << 20
 """The length in bytes from which adjacent fragments in host memory are a long run."""
 
@@ -62,7 +59,7 @@ class DataFilePlan:
     id: DataFileId
     header: bytes
     fragments: tuple[Fragment, ...]
-    places: Places
+    places: FragmentPlaces
     regions: Regions
     nbytes: int
     first_block: int
@@ -83,7 +80,7 @@ class DataFilePlan:
 
     def reading(self, fragments: Sequence[Fragment]) -> DataFilePlan:
         """Returns the plan of the same file whose bytes are read from elsewhere: from the ``data`` of ``fragments``."""
-        return replace(self, fragments=tuple(fragments), places=Places.of(fragments))
+        return replace(self, fragments=tuple(fragments), places=FragmentPlaces.of(fragments))
 
     @property
     def pieces(self) -> Regions:
@@ -153,7 +150,7 @@ def _plan_data_file(
 ) -> DataFilePlan:
     """Returns the plan of one data file. A filler goes before each long run in a swap file and, with ``in_memory``, in
     host memory, if the run needs one."""
-    places = Places.of(fragments)
+    places = FragmentPlaces.of(fragments)
     nbytes = places.nbytes
     first_of_run = places.long_runs(in_memory=in_memory)
     offset = np.cumsum(nbytes) - nbytes
@@ -204,7 +201,7 @@ def plan_copied_file(data_file: DataFileId, region_bytes: Ints, first_block: int
     """Returns the plan of a data file that is the same, byte for byte, as the file that it is a copy of.
     ``region_bytes`` has the size of each region in bytes, the header first."""
     regions, blocks = _regions(np.arange(len(region_bytes)) + HEADER, region_bytes, block_bytes)
-    file_bytes, places = int(region_bytes.sum()), Places.of(())
+    file_bytes, places = int(region_bytes.sum()), FragmentPlaces.of(())
     return DataFilePlan(data_file, b"", (), places, regions, file_bytes, first_block, blocks, is_copy=True)
 
 
@@ -232,7 +229,7 @@ def plan_range(
     )
 
 
-class Places(NamedTuple):
+class FragmentPlaces(NamedTuple):
     """Where the bytes of fragments are, as int64 columns. ``path`` is 0 for host memory, the number of a swap file in
     ``paths``, or -1 for memory of a device and for fragments without ``data``. ``start`` is the first byte in the file,
     or the address in host memory."""
@@ -244,7 +241,7 @@ class Places(NamedTuple):
     item_bytes: Ints
 
     @classmethod
-    def of(cls, fragments: Sequence[Fragment]) -> Places:
+    def of(cls, fragments: Sequence[Fragment]) -> FragmentPlaces:
         numbers = {"": 0}
         places: list[tuple[int, int]] = []
         for data in (fragment.data for fragment in fragments):
@@ -286,120 +283,3 @@ class Places(NamedTuple):
         first_of_run = np.full(len(self.nbytes), -1)
         first_of_run[some] = np.repeat(np.where(is_long, some[first], -1), np.diff(first, append=len(some)))
         return first_of_run
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class WriteOp:
-    """One contiguous write of ``nbytes`` bytes at byte ``offset`` of file number ``file`` of the plan. ``block`` is the
-    number of its first digest in the rank's digest table.
-
-    The bytes come from one or several sources. ``source``, ``source_start`` and ``source_bytes`` are int64 columns: of
-    each source, as in ``Regions``, the write takes ``source_bytes`` bytes from byte ``source_start`` on. These are
-    whole blocks, except that the last block of a source may be shorter. ``address`` is the address of the first of them
-    if they are in host memory, and otherwise -1.
-
-    ``place`` says where all of these bytes are adjacent, as ``Places.begin`` does, if they begin as far behind the
-    start of a page there as in the data file. Then a swap file may share its pages with the data file, and host memory
-    is written without a copy. If ``place`` is None, the bytes are copied to a staging buffer first.
-    """
-
-    file: int
-    offset: int
-    nbytes: int
-    block: int
-    source: Ints
-    source_start: Ints
-    source_bytes: Ints
-    address: Ints
-    place: tuple[str, int] | None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class WritePlan:
-    """All writes of one rank. ``ops`` are in the order in which their sources are read. The first ``urgent`` of them
-    read the parts of the state that may change at any time. Each block of ``block_bytes`` bytes has a digest in the
-    rank's digest table."""
-
-    files: tuple[DataFilePlan, ...]
-    ops: tuple[WriteOp, ...]
-    urgent: int
-    block_bytes: int
-
-    @property
-    def table_bytes(self) -> int:
-        """The size of the rank's digest table in bytes."""
-        return max((file.first_block + file.blocks for file in self.files), default=0) * DIGEST_BYTES
-
-    @property
-    def tensor_bytes(self) -> int:
-        """The number of bytes of all fragments, without headers and fillers."""
-        return sum(int(file.pieces.nbytes.sum()) for file in self.files)
-
-
-def plan_writes(
-    files: Iterable[DataFilePlan],
-    later: Collection[str] = (),
-    *,
-    batch_bytes: int,
-    block_bytes: int,
-    straight: Collection[str] = (),
-) -> WritePlan:
-    """Cuts the files of one rank into writes of at most ``batch_bytes`` bytes, which is a multiple of ``block_bytes``.
-
-    The parts in ``later`` are written last, because they do not change before all other parts have been read. The parts
-    in ``straight`` do not change before everything is written. So long runs of their bytes are written straight from
-    host memory, without a copy. Such a write may have up to ``STRAIGHT_BYTES_MAX`` bytes, if that is more than
-    ``batch_bytes``.
-    """
-    files = tuple(files)
-    ops = [op for number, file in enumerate(files) for op in _cut(file, number, batch_bytes, block_bytes, straight)]
-    ops.sort(key=lambda op: files[op.file].id.part in later)
-    urgent = sum(files[op.file].id.part not in later for op in ops)
-    return WritePlan(files, tuple(ops), urgent, block_bytes)
-
-
-def _cut(
-    plan: DataFilePlan, number: int, batch_bytes: int, block_bytes: int, straight: Collection[str]
-) -> Iterator[WriteOp]:
-    """Yields the writes of one file. A long run (see ``Places.long_runs``) shares no write with other bytes."""
-    regions = plan.regions
-    # The columns below have one item for each block: the number of its region, its number in the region, and so on.
-    region, block = ragged(block_count(regions.nbytes, block_bytes))
-    source, start = regions.source[region], block * block_bytes
-    nbytes = np.minimum(regions.nbytes[region] - start, block_bytes)
-    file_start = regions.start[region] + start
-    file_stop = file_start + nbytes
-    if plan.is_copy:  # all bytes of the file are adjacent in the file that is copied
-        run, address = np.zeros(len(region), np.int64), np.full(len(region), -1)
-    else:
-        first_of_run = plan.places.long_runs(in_memory=plan.id.part in straight)
-        # Of a header and of a filler, both are -1.
-        number_of_fragment = np.maximum(source, -1)
-        run = np.append(first_of_run, -1)[number_of_fragment]
-        address = np.append(plan.places.address, -1)[number_of_fragment]
-        address = np.where(address < 0, -1, address + start)
-    starts, stops = file_start.tolist(), file_stop.tolist()
-    firsts: list[int] = []  # the number of the first block of each write
-    places: list[tuple[str, int] | None] = []
-    for first, run_stop in runs_of_equal(run):
-        while first < run_stop:
-            place = plan.places.begin(source[first], start[first]) if run[first] >= 0 and not plan.is_copy else None
-            is_straight = place is not None and place[0] == ""
-            firsts.append(first)
-            places.append((plan.id.path, starts[first]) if plan.is_copy else place)
-            limit = starts[first] + (max(batch_bytes, STRAIGHT_BYTES_MAX) if is_straight else batch_bytes)
-            first = bisect_right(stops, limit, first, run_stop)
-    # The columns below have one item for each source of each write. They are computed for all writes of the file at
-    # once, because separate calls of numpy for each write would take most of the time of planning.
-    is_begin = np.diff(source, prepend=source[0] - 1) != 0
-    is_begin[firsts] = True
-    begins = np.flatnonzero(is_begin)
-    span_source, span_start, span_address = source[begins], start[begins], address[begins]
-    span_bytes = np.add.reduceat(nbytes, begins)
-    bounds = [*firsts, len(source)]
-    edges = np.searchsorted(begins, bounds).tolist()
-    blocks, spans = itertools.pairwise(bounds), itertools.starmap(slice, itertools.pairwise(edges))
-    for (first, stop), span, place in zip(blocks, spans, places, strict=True):
-        total = stops[stop - 1] - starts[first]
-        sources = span_source[span], span_start[span], span_bytes[span], span_address[span]
-        yield WriteOp(number, starts[first], total, plan.first_block + first, *sources, place)
