@@ -79,7 +79,7 @@ RUN_READS = box(
 TAKE = [
     box("copy", "_take", "transfer/write.py", """
         host memory: no copy for a run of 1 MiB or more
-        (WriteOp.place), unless the write is in the
+        (see WriteOp), unless the write is in the
         background. Otherwise memmove, one copy
         device: CopyQueue.from_device, one copy, on a
         stream. Many small tensors are first joined on
