@@ -48,7 +48,7 @@ SIM := $(BUILT)/sim.stamp
 DEMO_OPS := $(BUILT)/demo-ops.stamp
 OLDER := 0.16.9 0.17.6 0.18.9
 SMOKE := -m "not cloud" @tests/smoke.txt
-NO_RANKS := -m "not matrix and not cloud and not ranks" tests/format tests/plan tests/listing tests/package/test_imports.py
+NO_RANKS := -m "not matrix and not cloud and not ranks" tests/format tests/plan tests/checkpoint/listing tests/package/test_imports.py
 PLOTS := $(VENV)/.bench-stamp
 TITAN := .cache/torchtitan/venv
 BROWSER := $(VENV)/.browser-stamp
@@ -100,7 +100,7 @@ test-cloud: setup
 	    tests/storage/test_object_store_faults.py tests/storage/test_web_store.py
 
 test-torchtitan: $(TITAN)/.stamp
-	@$(TITAN)/bin/python -m pytest tests/api/test_torchtitan.py
+	@$(TITAN)/bin/python -m pytest tests/frameworks/test_torchtitan.py
 
 # torchtitan needs versions of some packages that are not those of constraints.txt, and triton, which torch for CPUs
 # does not install. So it has an environment of its own, which sees the packages of .venv.
@@ -116,7 +116,7 @@ test-gpu: setup
 
 test-browser: setup $(BROWSER)
 	@$(install_browser)
-	@$(PY) -m pytest -m "not cloud" tests/reporting
+	@$(PY) -m pytest -m "not cloud" tests/tools/reporting
 
 test-versions: setup $(OLDER:%=test-%)
 	@$(PY) -m pytest $(SMOKE)

@@ -24,13 +24,13 @@ from pathlib import Path
 
 import torch
 
+from zckpt.checkpoint.writing.collect import pack_tree
 from zckpt.format.digest import BLOCK_BYTES
 from zckpt.geometry import Grid, Span
 from zckpt.plan import catalog
-from zckpt.state.inventory import Fragment
+from zckpt.plan.inventory import Fragment
 from zckpt.testing.fragments import Unlocked, rank_write
 from zckpt.transfer.snapshot import Snapshot
-from zckpt.writing.collect import pack_tree
 
 PARTS = ("master", "exp_avg", "exp_avg_sq")
 PROGRAM = """

@@ -34,13 +34,13 @@ import numpy as np
 import torch
 
 from raw_io import touched_memory, whole_pages
+from zckpt.checkpoint.writing.collect import pack_tree
 from zckpt.format.digest import BLOCK_BYTES
 from zckpt.geometry import Grid, Span
 from zckpt.plan import catalog
-from zckpt.state.inventory import MASTER, Fragment
+from zckpt.plan.inventory import MASTER, Fragment
 from zckpt.testing.fragments import Unlocked, rank_write
 from zckpt.transfer.snapshot import Snapshot
-from zckpt.writing.collect import pack_tree
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

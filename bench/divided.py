@@ -36,7 +36,7 @@ from common import (
 )
 from raw_io import Raw
 from zckpt.geometry import section_of
-from zckpt.state.inventory import Fragment
+from zckpt.plan.inventory import Fragment
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -29,7 +29,7 @@ from zckpt.format.digest import BLOCK_BYTES
 from zckpt.geometry import all_of, section_of
 from zckpt.plan import catalog
 from zckpt.plan.data_files import plan_data_files
-from zckpt.state.inventory import Fragment
+from zckpt.plan.inventory import Fragment
 
 PARTS = ("master", "exp_avg", "exp_avg_sq")
 

@@ -22,9 +22,9 @@ from unittest import mock
 import torch
 
 import zckpt
+from zckpt.checkpoint.writing.rank_write import RankWrite
 from zckpt.testing import ReferenceEngine
 from zckpt.testing.thread_ranks import ONE_THREAD, ThreadRanks
-from zckpt.writing.rank_write import RankWrite
 
 RANKS_PER_FILE = (1, 8, 64)
 

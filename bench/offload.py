@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable
     from pathlib import Path
 
-    from zckpt.state.inventory import Holding
+    from zckpt.plan.inventory import Holding
 
 OURS, RAW = "zckpt", "raw"
 ALL = "all parts"

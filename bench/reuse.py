@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import zckpt
 from common import GIB, Contestant, Result, interleaved, parse_options, remove, speedup, workspace
-from zckpt.state.inventory import BUFFER, MASTER
+from zckpt.plan.inventory import BUFFER, MASTER
 from zckpt.testing import ReferenceEngine
 
 if TYPE_CHECKING:

@@ -44,18 +44,20 @@ import zckpt
 from common import MIB, PARTS, Options, Result, parse_options
 from index_scale import ONE_KEY, measure
 from sampler import field_bytes
-from zckpt.api import restore
+from zckpt.checkpoint import restore
+from zckpt.checkpoint.writing.prepare import Preparation
+from zckpt.checkpoint.writing.rank_write import RankWrite
 from zckpt.format import manifest as manifest_format
 from zckpt.format import names
 from zckpt.format.digest import BLOCK_BYTES, DIGEST_BYTES
 from zckpt.geometry import all_of
 from zckpt.plan import catalog
 from zckpt.plan.data_files import plan_data_files
+from zckpt.plan.inventory import Fragment
 from zckpt.ranks import family, heartbeat, tree
 from zckpt.ranks.collectives import Ranks, _pack
 from zckpt.ranks.groups import close_groups
 from zckpt.ranks.job import Job, in_job
-from zckpt.state.inventory import Fragment
 from zckpt.storage.local_reader import LocalReader
 from zckpt.storage.local_store import LocalStore
 from zckpt.storage.local_writer import LocalWriter
@@ -63,8 +65,6 @@ from zckpt.storage.lock import WriteLock
 from zckpt.system.linux import trim_heap
 from zckpt.testing import ReferenceEngine
 from zckpt.testing.thread_ranks import ONE_THREAD, Outcome, ThreadRanks
-from zckpt.writing.prepare import Preparation
-from zckpt.writing.rank_write import RankWrite
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -609,7 +609,7 @@ def measure_played(directory: str, ranks_text: str, parameters_text: str) -> dic
         mock.patch.object(Preparation, "prepare", told_by("prepare", prepare)),
         mock.patch.object(Preparation, "plan", told_by("plan", plan)),
         mock.patch.object(Preparation, "check_files"),  # The files of another rank are not there.
-        mock.patch("zckpt.writing.prepare.WriteLock", lock),
+        mock.patch("zckpt.checkpoint.writing.prepare.WriteLock", lock),
     ):
         engine = ReferenceEngine(shapes, frozen=())
         gc.collect()

@@ -36,8 +36,8 @@ from common import (
 )
 from raw_io import Raw, whole_pages
 from sampler import Sampler, metered
+from zckpt.checkpoint.reading.checkpoint import ReadRequest
 from zckpt.engines import adapt
-from zckpt.reading.checkpoint import ReadRequest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

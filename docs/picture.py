@@ -41,7 +41,7 @@ def box(kind: str, names: str, where: str, text: str) -> Box:
 
 
 WRITE_PLAN = [
-    box("plan", "inventory, Fragment", "engines/contract.py, state/inventory.py", """
+    box("plan", "inventory, Fragment", "engines/contract.py, plan/inventory.py", """
         Elements [start, stop) of exp_avg/<name>, and
         where they are: memory of the engine, or a
         FileRange of a swap file. Nothing is copied."""),
@@ -52,7 +52,7 @@ WRITE_PLAN = [
         Each rank sends a record of its files. Rank 0
         makes and checks manifest and index. It takes
         the lock before any byte is written."""),
-    box("queue", "RankWrite, write_data_files", "writing/rank_write.py", """
+    box("queue", "RankWrite, write_data_files", "checkpoint/writing/rank_write.py", """
         A write in the background runs in a separate
         thread from here on. Waits for work that is
         queued on devices. Then plans the writes of
@@ -107,7 +107,7 @@ COMMIT = [
     box("queue", "Ranks, decide", "ranks/collectives.py", """
         Rank 0 waits for every rank, and gets the digest of
         the digest table of each rank."""),
-    box("digest", "RankWrite, commit, with_digests", "writing/rank_write.py, plan/catalog.py", """
+    box("digest", "RankWrite, commit, with_digests", "checkpoint/writing/rank_write.py, plan/catalog.py", """
         Rank 0 writes index.bin and, under temporary names,
         the manifest and latest. It checks that it still has
         the lock, and renames the manifest, which is the
@@ -133,21 +133,21 @@ READ = [
         read_to_device, without the host's memory."""),
 ]  # fmt: skip
 READ_PLAN = [
-    box("digest", "read_manifest, decode", "listing/runs.py, format/manifest.py", """
+    box("digest", "read_manifest, decode", "checkpoint/listing/runs.py, format/manifest.py", """
         latest names the checkpoint. The digest of its
         manifest is compared, and every rule is checked,
         before the manifest is used."""),
-    box("plan", "plan_restore, Selection", "restoring/plan.py, engines/contract.py", """
+    box("plan", "plan_restore, Selection", "checkpoint/restoring/plan.py, engines/contract.py", """
         Compares the state of the engine with the stored
         state. Everything that does not fit is found
         before the engine is changed."""),
     box("memory", "Restoring, fill", "engines/contract.py", """
         The memory of the engine, batch by batch. State
         in swap files is brought in, and put back."""),
-    box("plan", "Checkpoint, read, ReadRequest", "reading/checkpoint.py", """
+    box("plan", "Checkpoint, read, ReadRequest", "checkpoint/reading/checkpoint.py", """
         Ranges of tensors, and the memory that they go to.
         Plans the reads of a batch, and carries them out."""),
-    box("digest", "Contents, StoredPieces", "listing/contents.py, plan/reshard.py", """
+    box("digest", "Contents, StoredPieces", "checkpoint/listing/contents.py, plan/reshard.py", """
         Reads the chunks of index.bin that list
         exp_avg/<name>, and digests.bin of the ranks that
         hold its pieces. The manifest has their digests."""),

@@ -53,37 +53,37 @@ from zckpt.version import __version__
 
 if TYPE_CHECKING:
     from zckpt import dcp
-    from zckpt.api.attach import attach, attach_all, detach
-    from zckpt.api.background import PendingWrite, wait
-    from zckpt.api.convert import Converted, convert
-    from zckpt.api.cp import cp
-    from zckpt.api.diff import diff
-    from zckpt.api.export import Exported, export
-    from zckpt.api.gc import gc
-    from zckpt.api.offload import Offloaded, offload, offloaded, reload
-    from zckpt.api.open import open  # noqa: A004  zckpt.open reads like the builtin on purpose
-    from zckpt.api.preemption import Preemption, on_preemption
-    from zckpt.api.prune import prune
-    from zckpt.api.register import register
-    from zckpt.api.repair import RepairReport, repair
-    from zckpt.api.report import report
-    from zckpt.api.restore import RankStates, Restored, restore
-    from zckpt.api.state_dict import write_state_dict
-    from zckpt.api.validate import validate
-    from zckpt.api.where import Placement, PlacementEntry, RankMemory, where
-    from zckpt.api.write import write
-    from zckpt.api.zero_to_fp32 import (
+    from zckpt.checkpoint.background import PendingWrite, wait
+    from zckpt.checkpoint.cleaning.cleanup import Cleanup, Removed
+    from zckpt.checkpoint.listing.contents import PieceInfo, TensorInfo
+    from zckpt.checkpoint.open import open  # noqa: A004  zckpt.open reads like the builtin on purpose
+    from zckpt.checkpoint.reading.checkpoint import Checkpoint
+    from zckpt.checkpoint.register import register
+    from zckpt.checkpoint.restore import RankStates, Restored, restore
+    from zckpt.checkpoint.state_dict import write_state_dict
+    from zckpt.checkpoint.validate import validate
+    from zckpt.checkpoint.validation.report import Finding, Observation, Report
+    from zckpt.checkpoint.write import write
+    from zckpt.engines.pytorch.train_state import TrainState
+    from zckpt.frameworks.attach import attach, attach_all, detach
+    from zckpt.frameworks.preemption import Preemption, on_preemption
+    from zckpt.frameworks.zero_to_fp32 import (
         convert_zero_checkpoint_to_fp32_state_dict,
         get_fp32_state_dict_from_zero_checkpoint,
         load_state_dict_from_zero_checkpoint,
     )
-    from zckpt.cleaning.cleanup import Cleanup, Removed
-    from zckpt.comparing.report import Difference, StateDifference, TensorDifference
-    from zckpt.engines.pytorch.train_state import TrainState
-    from zckpt.listing.contents import PieceInfo, TensorInfo
-    from zckpt.reading.checkpoint import Checkpoint
+    from zckpt.offloading.offload import Offloaded, offload, offloaded, reload
+    from zckpt.tools.comparing.diff import diff
+    from zckpt.tools.comparing.report import Difference, StateDifference, TensorDifference
+    from zckpt.tools.converting.convert import Converted, convert
+    from zckpt.tools.cp import cp
+    from zckpt.tools.exporting.export import Exported, export
+    from zckpt.tools.gc import gc
+    from zckpt.tools.prune import prune
+    from zckpt.tools.repairing.repair import RepairReport, repair
+    from zckpt.tools.reporting.write_report import report
+    from zckpt.tools.where import Placement, PlacementEntry, RankMemory, where
     from zckpt.transfer.budget import Budget
-    from zckpt.validation.report import Finding, Observation, Report
 
 __all__ = [
     "Budget",

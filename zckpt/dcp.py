@@ -36,20 +36,20 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
-from zckpt.api.open import open as open_checkpoint
-from zckpt.api.state_dict import write_contents
-from zckpt.converting.dcp_folder import divisions
-from zckpt.converting.restricted_pickle import loads
+from zckpt.checkpoint.open import open as open_checkpoint
+from zckpt.checkpoint.reading.checkpoint import ReadRequest
+from zckpt.checkpoint.reading.state_dict import PlainValues, own_rank, paths_of, tensors_by_name
+from zckpt.checkpoint.state_dict import write_contents
+from zckpt.checkpoint.writing.options import WriteOptions
 from zckpt.engines.pytorch.shards import bounds_of
 from zckpt.engines.state_dict.flat import HeldLeaves, HeldTensor, held, values_in_order
 from zckpt.errors import CheckpointExistsError, FormatError, MismatchError, StateError, UnsupportedError
 from zckpt.geometry import box_of, span_of
 from zckpt.progress import reported
-from zckpt.reading.checkpoint import ReadRequest
-from zckpt.reading.state_dict import PlainValues, own_rank, paths_of, tensors_by_name
 from zckpt.storage.location import Location
+from zckpt.tools.converting.dcp_folder import divisions
+from zckpt.tools.converting.restricted_pickle import loads
 from zckpt.transfer.memory import check_cast, check_memory
-from zckpt.writing.options import WriteOptions
 
 if TYPE_CHECKING:
     import os
@@ -58,10 +58,10 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem, WriteItem
     from torch.distributed.checkpoint.storage import WriteResult
 
-    from zckpt.api.background import PendingWrite
-    from zckpt.api.state_dict import Options
+    from zckpt.checkpoint.background import PendingWrite
+    from zckpt.checkpoint.reading.checkpoint import Checkpoint
+    from zckpt.checkpoint.state_dict import Options
     from zckpt.progress import Progress
-    from zckpt.reading.checkpoint import Checkpoint
     from zckpt.storage.location import StrPath
     from zckpt.transfer.budget import Budget
 

@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torchtitan.components.checkpointer import CheckpointManager as _TorchtitansManager
 from torchtitan.components.checkpointer.base import DATALOADER, MODEL, OPTIMIZER
 
-from zckpt.api.attached_saves import moments
-from zckpt.api.background import PendingWrite
-from zckpt.api.open import open as open_checkpoint
-from zckpt.api.restore import restore
-from zckpt.api.write import write
+from zckpt.checkpoint.background import PendingWrite
+from zckpt.checkpoint.listing.find import find
+from zckpt.checkpoint.listing.runs import can_resume, directories_of, if_whole, is_begun, names_in
+from zckpt.checkpoint.open import open as open_checkpoint
+from zckpt.checkpoint.restore import restore
+from zckpt.checkpoint.write import write
 from zckpt.engines.pytorch.train_state import TrainState
 from zckpt.errors import CheckpointNotFoundError, UnfinishedWriteError, UnsupportedError, warn
-from zckpt.listing.find import find
-from zckpt.listing.runs import can_resume, directories_of, if_whole, is_begun, names_in
+from zckpt.frameworks.attached_saves import moments
+from zckpt.plan.inventory import WEIGHT_PARTS
 from zckpt.ranks.collectives import Ranks
-from zckpt.state.inventory import WEIGHT_PARTS
 from zckpt.storage.location import Location
 from zckpt.storage.schemes import open_store
 

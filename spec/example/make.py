@@ -18,7 +18,7 @@ from zckpt.format import tree
 from zckpt.format.names import Tier
 from zckpt.geometry import Grid, Span
 from zckpt.plan import catalog, data_files
-from zckpt.state.inventory import BUFFER, MASTER, STATE, FileRange, Fragment
+from zckpt.plan.inventory import BUFFER, MASTER, STATE, FileRange, Fragment
 from zckpt.testing.fragments import write_fragments
 
 SAVE_ID = "0123456789abcdef"

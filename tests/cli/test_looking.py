@@ -22,9 +22,9 @@ from tests.support.litter import litter, write_steps
 from tests.support.states import Written, write_state
 from zckpt.cli import main
 from zckpt.format import names
-from zckpt.reading import statistics
 from zckpt.storage.lock import WriteLock
 from zckpt.storage.schemes import open_store
+from zckpt.tools import statistics
 from zckpt.transfer.torch_dtypes import TORCH_DTYPES
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ def test_info_orders_checkpoints_by_their_commits_however_long_it_looks_at_each(
 ) -> None:
     write_steps(tmp_path, 1, 2, 3)
     clock = itertools.count(2e9, 1000)
-    monkeypatch.setattr("zckpt.listing.summary.time", SimpleNamespace(time=lambda: next(clock)))
+    monkeypatch.setattr("zckpt.tools.summary.time", SimpleNamespace(time=lambda: next(clock)))
     checkpoints = json_of(capsys, "info", str(tmp_path))["checkpoints"]
     assert [checkpoint["path"] for checkpoint in checkpoints] == ["s3", "s2", "s1"]
 

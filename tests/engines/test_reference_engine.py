@@ -13,7 +13,7 @@ from tests.support.coded import Coded, Opaque
 from tests.support.reference_engine import tensors_of
 from tests.support.states import same_all
 from zckpt.engines import adapt, group_of
-from zckpt.state.inventory import BUFFER, MASTER
+from zckpt.plan.inventory import BUFFER, MASTER
 from zckpt.testing import ReferenceEngine
 
 if TYPE_CHECKING:

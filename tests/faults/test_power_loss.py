@@ -21,13 +21,13 @@ import torch
 import zckpt
 from tests.support.power import Disk, Killed, fingerprint, make, recorded
 from tests.support.states import write_state, write_through
+from zckpt.checkpoint.writing import rank_write
 from zckpt.format.names import LOCK
 from zckpt.plan import data_files
 from zckpt.system import linux
 from zckpt.testing import ReferenceEngine
 from zckpt.testing.thread_ranks import ONE_THREAD, ThreadRanks
 from zckpt.transfer.write import run_writes
-from zckpt.writing import rank_write
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator

@@ -19,11 +19,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 import zckpt
 from tests.support.independent_reader import Reader
 from tests.support.states import Written, fragment, same_all, write_state
+from zckpt.checkpoint.writing.options import WriteOptions
 from zckpt.format import names
 from zckpt.plan import catalog
 from zckpt.testing.fragments import Unlocked, rank_write
 from zckpt.transfer.snapshot import Snapshot
-from zckpt.writing.options import WriteOptions
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

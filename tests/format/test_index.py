@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import zckpt
 from tests.support.states import same_all, write_state
+from zckpt.checkpoint.listing import contents
 from zckpt.errors import DigestError, FormatError
 from zckpt.format import index as index_format
 from zckpt.format.digest import digest
@@ -22,7 +23,6 @@ from zckpt.format.index import PIECE_BYTES, ROW_BYTES, IndexWriter, Piece, Rows,
 from zckpt.format.manifest import Chunk, File, Files, Manifest, Part
 from zckpt.format.names import Tier, index_path
 from zckpt.geometry import Grid, Span
-from zckpt.listing import contents
 
 if TYPE_CHECKING:
     from collections.abc import Callable

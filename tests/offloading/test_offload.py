@@ -17,10 +17,9 @@ from tests.support.memory import memory, peak_growth
 from tests.support.offloaded_engine import ALL, assert_as_before, damage, trained
 from tests.support.reference_engine import tensors_of
 from zckpt.offloading import away as away_module
-from zckpt.offloading import files
+from zckpt.offloading import files, scratch
 from zckpt.offloading.away import away
 from zckpt.ranks.collectives import Ranks
-from zckpt.storage import scratch
 from zckpt.testing import ReferenceEngine
 from zckpt.transfer import write as write_module
 
@@ -97,7 +96,7 @@ def test_a_call_that_brings_states_back_is_named_to_ranks_that_wait_for_it(
 
     engine = trained()
     zckpt.offload(engine, tmp_path, auto=True)
-    monkeypatch.setattr("zckpt.api.offload.Ranks", Named)
+    monkeypatch.setattr("zckpt.offloading.offload.Ranks", Named)
     engine.backward()
     assert calls == ["backward (with auto=True of zckpt.offload)"]
 

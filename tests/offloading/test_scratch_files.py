@@ -17,9 +17,9 @@ import zckpt
 from tests.support.memory import memory
 from tests.support.offloaded_engine import SHAPES, assert_as_before, trained
 from tests.support.reference_engine import tensors_of
+from zckpt.offloading import scratch
 from zckpt.offloading.away import away, storages
-from zckpt.state.inventory import Holding
-from zckpt.storage import scratch
+from zckpt.plan.inventory import Holding
 from zckpt.system import linux
 from zckpt.system.threads import Worker
 from zckpt.testing import ReferenceEngine

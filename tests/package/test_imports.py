@@ -62,25 +62,25 @@ PUBLIC_NAMES = """
 # The modules above storage that use local files, none of which belongs to a checkpoint. In all other modules above
 # storage, a path is a Location, which may be that of an object store.
 OF_LOCAL_FILES = {
-    "api/accelerate_fsdp.py",
-    "api/frameworks.py",  # removes what Trainer has written
-    "api/lightning_fsdp.py",
-    "api/where.py",  # looks at swap files
-    "engines/hugging_face.py",  # names the configuration of a model in errors
-    "exporting/hugging_face.py",  # reads the folder of a model
-    "exporting/place.py",  # writes files of other programs
-    "listing/trainer.py",  # looks at files of Trainer
-    "converting/dcp_folder.py",  # reads files of other programs
-    "converting/deepspeed_folder.py",  # reads files of other programs
-    "converting/formats.py",  # looks at folders of other programs
-    "converting/hugging_face.py",  # reads files of other programs
-    "converting/restricted_pickle.py",
-    "converting/source.py",  # reads files of other programs
-    "api/zero_to_fp32.py",  # writes files of other programs
-    "converting/to_deepspeed.py",  # writes files of other programs
+    "frameworks/accelerate_fsdp.py",
+    "frameworks/patches.py",  # removes what Trainer has written
+    "frameworks/lightning_fsdp.py",
+    "tools/where.py",  # looks at swap files
+    "tools/hugging_face.py",  # names the configuration of a model in errors
+    "tools/exporting/hugging_face.py",  # reads the folder of a model
+    "tools/exporting/place.py",  # writes files of other programs
+    "frameworks/trainer_files.py",  # looks at files of Trainer
+    "tools/converting/dcp_folder.py",  # reads files of other programs
+    "tools/converting/deepspeed_folder.py",  # reads files of other programs
+    "tools/converting/formats.py",  # looks at folders of other programs
+    "tools/converting/hugging_face.py",  # reads files of other programs
+    "tools/converting/restricted_pickle.py",
+    "tools/converting/source.py",  # reads files of other programs
+    "frameworks/zero_to_fp32.py",  # writes files of other programs
+    "tools/converting/to_deepspeed.py",  # writes files of other programs
     "cli/run.py",  # runs a script
     "testing/store_contract.py",  # shares pages of a file outside of the store
-    "writing/plain.py",  # replaces a value that is a path
+    "checkpoint/writing/plain.py",  # replaces a value that is a path
 }
 PATHS = re.compile(r"os\.(path|sep|altsep|listdir|scandir|open|stat|unlink|replace|\*)\b.*|pathlib\b.*")
 
@@ -245,7 +245,7 @@ def test_type_checkers_see_the_public_names_that_are_imported_late() -> None:
 
 
 def test_importing_zckpt_or_its_command_line_imports_no_torch() -> None:
-    code = "import sys, zckpt, zckpt.cli, zckpt.listing.find; sys.exit('torch' in sys.modules)"
+    code = "import sys, zckpt, zckpt.cli, zckpt.checkpoint.listing.find; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

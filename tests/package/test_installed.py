@@ -21,7 +21,7 @@ NEEDED = ["pyproject.toml", "spec", "tests"]
 """What the tests need of the repository. pyproject.toml has the settings of pytest."""
 CORE = [
     "tests/format/test_golden.py::test_a_golden_checkpoint_is_still_read",
-    "tests/reading/test_load.py::test_load_gives_what_was_written",
+    "tests/checkpoint/reading/test_load.py::test_load_gives_what_was_written",
 ]
 WITHOUT_RANKS = ["-m", "not matrix and not machines and not cloud and not ranks"]
 

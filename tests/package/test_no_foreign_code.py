@@ -36,21 +36,21 @@ SAFE = ["importlib.metadata", "importlib.resources"]
 
 ALLOWED = {
     "__init__.py": {"globals", "importlib"},  # imports the modules of public names, by a table in its code
-    "api/frameworks.py": {"importlib", BY_A_NAME},  # replaces functions of modules that a table in its code names
-    "api/zero_to_fp32.py": {BY_A_NAME},  # by a table in its code
+    "frameworks/patches.py": {"importlib", BY_A_NAME},  # replaces functions of modules that a table in its code names
+    "frameworks/zero_to_fp32.py": {BY_A_NAME},  # by a table in its code
     "cli/__init__.py": {"importlib"},  # imports commands, by a table in its code
     "cli/run.py": {"importlib", "runpy"},  # runs the script of a user
-    "converting/deepspeed_flats.py": {BY_A_NAME},  # a dtype of torch
-    "converting/deepspeed_plan.py": {BY_A_NAME},  # a dtype of torch
-    "converting/restricted_pickle.py": {"pickle", BY_A_NAME},  # reads pickles, as tests/converting shows
-    "converting/to_dcp.py": {"pickle"},  # writes a pickle
+    "tools/converting/deepspeed_flats.py": {BY_A_NAME},  # a dtype of torch
+    "tools/converting/deepspeed_plan.py": {BY_A_NAME},  # a dtype of torch
+    "tools/converting/restricted_pickle.py": {"pickle", BY_A_NAME},  # reads pickles, as tests/tools/converting shows
+    "tools/converting/to_dcp.py": {"pickle"},  # writes a pickle
     "engines/__init__.py": {"importlib", BY_A_NAME},  # imports adapters, by a table in its code
     "engines/composed.py": {BY_A_NAME},  # a dtype of torch
     "engines/deepspeed/data_sampler.py": {BY_A_NAME},  # the module of a live object
     "engines/extra_state.py": {BY_A_NAME},  # a method of a module, by a table in its code
-    "engines/hugging_face.py": {BY_A_NAME},  # a class of models, which it checks to be one
-    "exporting/engine_source.py": {BY_A_NAME},  # only compares what it finds with the class of a live object
-    "exporting/torch_file.py": {"pickle", BY_A_NAME},  # writes a pickle, with classes of torch's storages
+    "tools/hugging_face.py": {BY_A_NAME},  # a class of models, which it checks to be one
+    "tools/exporting/engine_source.py": {BY_A_NAME},  # only compares what it finds with the class of a live object
+    "tools/exporting/torch_file.py": {"pickle", BY_A_NAME},  # writes a pickle, with classes of torch's storages
     "ranks/groups.py": {"ctypes.pythonapi"},  # keeps objects alive
     "system/linux.py": {"ctypes.*DLL"},  # the C library of the process itself
     "transfer/torch_dtypes.py": {BY_A_NAME},  # a dtype of torch

@@ -12,13 +12,13 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 CORE = [
-    "tests/storage/test_symbolic_links.py", "tests/reading/test_load.py::test_load_gives_what_was_written",
+    "tests/storage/test_symbolic_links.py", "tests/checkpoint/reading/test_load.py::test_load_gives_what_was_written",
     "tests/storage/test_store.py", "tests/transfer/test_fresh_memory.py",
-    "tests/api/test_gc.py::test_leftovers_go_and_nothing_else", "tests/api/test_repair.py::test_a_manifest",
+    "tests/tools/test_gc.py::test_leftovers_go_and_nothing_else", "tests/tools/test_repair.py::test_a_manifest",
     # Slow, because each rename waits until a reader has closed the file, or because processes wait for each other.
     "-knot commit_shows and not first_instant and not many_claims and not touched_while and not comes_first",
 ]  # fmt: skip
-OTHERWISE = "--deselect=tests/reading/test_load.py::test_it_all_works_without_deepspeed"
+OTHERWISE = "--deselect=tests/checkpoint/reading/test_load.py::test_it_all_works_without_deepspeed"
 """This test starts a process of its own, in which nothing is simulated."""
 
 

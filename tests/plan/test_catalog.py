@@ -21,7 +21,7 @@ from zckpt.format.names import Tier
 from zckpt.geometry import Grid, Span
 from zckpt.plan import catalog
 from zckpt.plan.data_files import plan_data_files
-from zckpt.state.inventory import Fragment
+from zckpt.plan.inventory import Fragment
 
 METADATA = catalog.SaveMetadata(1, BLOCK_BYTES, {}, b"\xc0", {})
 

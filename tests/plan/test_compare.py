@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from zckpt.format.digest import digest
 from zckpt.geometry import Grid, Span, cut_at_blocks
-from zckpt.plan.compare import differing
 from zckpt.plan.reshard import StoredPieces
+from zckpt.tools.comparing.blocks import differing
 
 
 def pieces_of(bounds: list[int]) -> StoredPieces:

@@ -13,8 +13,8 @@ import pytest
 
 from tests.support.grids import order_of, random_grid
 from zckpt.geometry import Grid, Span, all_of
-from zckpt.plan.exchange import Messages, SlicedFiles, plan_exchange
 from zckpt.plan.reshard import StoredPieces, Wanted
+from zckpt.tools.exporting.exchange import Messages, SlicedFiles, plan_exchange
 
 SLICE_BYTES = 64
 SHAPES = [(), (90,), (7, 12), (3, 4, 10), (0, 3), (13, 6), (5, 8, 2)]

@@ -20,8 +20,8 @@ from zckpt.format.limits import DATA_ALIGNMENT_BYTES
 from zckpt.geometry import Grid, Span
 from zckpt.plan import data_files
 from zckpt.plan.data_files import HEADER, plan_data_files
+from zckpt.plan.inventory import Fragment
 from zckpt.plan.writes import plan_writes
-from zckpt.state.inventory import Fragment
 
 fragment_lists = st.integers(0, 10**6).map(lambda seed: fragments_of(0, 2, seed))
 

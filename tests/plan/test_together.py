@@ -18,9 +18,9 @@ from zckpt.format.names import piece_name
 from zckpt.geometry import all_of
 from zckpt.plan import catalog, together
 from zckpt.plan.data_files import HEADER, plan_data_files
+from zckpt.plan.inventory import Fragment
 from zckpt.plan.together import common_files, joined_digests, own_files, with_common_files
 from zckpt.plan.writes import plan_writes
-from zckpt.state.inventory import Fragment
 
 if TYPE_CHECKING:
     from zckpt.plan.data_files import DataFilePlan

@@ -18,11 +18,11 @@ import zckpt
 from tests.support.crashes import Half
 from tests.support.interrupts import interrupt_in, threads_left, wait_until_main_is_in
 from tests.support.plain_engine import Engine, engines_are_adapters
+from zckpt.checkpoint.writing.rank_write import RankWrite
 from zckpt.ranks.collectives import Ranks
 from zckpt.ranks.interrupts import Interrupts
 from zckpt.system.threads import Worker, beside, stop
 from zckpt.transfer.tasks import run_tasks
-from zckpt.writing.rank_write import RankWrite
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

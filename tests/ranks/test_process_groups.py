@@ -25,13 +25,13 @@ from tests.support.models import make_engine, train
 from tests.support.patience import give_up_after
 from tests.support.runs import assert_same, tensors_of, weights
 from tests.support.slow_writes import held
-from zckpt.api import background
+from zckpt.checkpoint import background
+from zckpt.checkpoint.writing.rank_write import RankWrite
 from zckpt.engines import group_of
 from zckpt.offloading.files import write_out
 from zckpt.ranks import heartbeat as life
 from zckpt.ranks.collectives import BACKGROUND, Ranks
 from zckpt.testing import ReferenceEngine
-from zckpt.writing.rank_write import RankWrite
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -402,7 +402,7 @@ def offload_shared_memory(directory: str) -> None:
         go_on.wait()
         write_out(*arguments, **options)
 
-    with mock.patch("zckpt.api.offload.write_out", wait_and_write_out):
+    with mock.patch("zckpt.offloading.offload.write_out", wait_and_write_out):
         moved = zckpt.offload(engine, f"{directory}/scratch", background=True)
         threading.Timer(1, go_on.set).start()
         if dist.get_rank() == 0:

@@ -23,7 +23,7 @@ import __main__
 import torch
 
 import zckpt
-from zckpt.storage.scratch import ScratchFile
+from zckpt.offloading.scratch import ScratchFile
 
 os.main = __main__  # As where dill is imported, something keeps the script's names until other modules are cleared.
 checkpoint = zckpt.open(sys.argv[1])

@@ -15,11 +15,11 @@ import zckpt
 from tests.support.states import write_state, write_through
 from zckpt.cli import main
 from zckpt.errors import UnsupportedError
+from zckpt.offloading.scratch import scratch_directory
 from zckpt.storage import schemes
 from zckpt.storage.local_store import LocalStore
 from zckpt.storage.location import Location
 from zckpt.storage.schemes import open_store
-from zckpt.storage.scratch import scratch_directory
 
 if TYPE_CHECKING:
     from collections.abc import Callable

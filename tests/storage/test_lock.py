@@ -20,13 +20,13 @@ from tests.support.forks import in_processes, stopped_at
 from tests.support.slow_writes import slow_write, value
 from tests.support.states import write_through
 from tests.support.waiting import wait_until
+from zckpt.checkpoint.writing.rank_write import RankWrite
 from zckpt.errors import CheckpointExistsError, LockedError, MissingFileError, StorageError
 from zckpt.storage import lock as lock_module
 from zckpt.storage.local_store import LocalStore, Temporary
 from zckpt.storage.lock import DEAD_SECONDS, WriteLock
 from zckpt.storage.schemes import open_store
 from zckpt.system import linux
-from zckpt.writing.rank_write import RankWrite
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -257,7 +257,7 @@ def test_a_write_holds_the_lock_and_gives_it_back(tmp_path: Path) -> None:
         write_through(path, value(2))
     assert names_in(path) == COMMITTED
     with (
-        mock.patch("zckpt.writing.rank_write.run_writes", side_effect=OSError("no")),
+        mock.patch("zckpt.checkpoint.writing.rank_write.run_writes", side_effect=OSError("no")),
         pytest.raises(OSError, match="no"),
     ):
         write_through(tmp_path / "other", value(1))

@@ -12,8 +12,8 @@ import torch
 import zckpt
 from tests.support.memory_store import Disk, File, in_memory
 from tests.support.states import same_all, write_state
-from zckpt.cleaning.work import OLD_SECONDS
-from zckpt.listing.runs import directories_of
+from zckpt.checkpoint.cleaning.work import OLD_SECONDS
+from zckpt.checkpoint.listing.runs import directories_of
 from zckpt.storage.lock import WriteLock
 from zckpt.storage.schemes import open_store
 from zckpt.testing import ReferenceEngine, StoreContract

@@ -34,6 +34,7 @@ from tests.support.memory import peak_growth
 from tests.support.patience import give_up_after
 from tests.support.states import EngineOfAnAdapter, same_all, write_through
 from tests.support.waiting import wait_until
+from zckpt.checkpoint.writing import rank_write
 from zckpt.errors import LockedError, StorageError, ZckptError
 from zckpt.ranks.collectives import Ranks
 from zckpt.storage import lock as lock_module
@@ -42,7 +43,6 @@ from zckpt.storage.contract import ANYTHING, _PutLater
 from zckpt.storage.lock import WriteLock
 from zckpt.storage.schemes import open_store
 from zckpt.transfer.budget import MIB
-from zckpt.writing import rank_write
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

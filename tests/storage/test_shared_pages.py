@@ -19,8 +19,8 @@ from zckpt.format.limits import DATA_ALIGNMENT_BYTES
 from zckpt.format.names import Tier
 from zckpt.geometry import Grid, Span
 from zckpt.plan.data_files import FILLER, HEADER, SHARED_BYTES_MIN, plan_data_files
+from zckpt.plan.inventory import FileRange, Fragment
 from zckpt.plan.writes import plan_writes
-from zckpt.state.inventory import FileRange, Fragment
 from zckpt.storage.local_writer import LocalWriter
 
 if TYPE_CHECKING:

@@ -19,9 +19,9 @@ import pytest
 import zckpt
 from tests.support.hub import cached
 from tests.support.states import Written, same_all, write_state
+from zckpt.checkpoint.listing.runs import directories_of
 from zckpt.cli import main
 from zckpt.format import names
-from zckpt.listing.runs import directories_of
 from zckpt.storage import local_reader
 from zckpt.storage.schemes import open_store
 

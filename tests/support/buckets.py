@@ -9,7 +9,7 @@ from unittest import mock
 import boto3
 import obstore
 
-from zckpt.cleaning import work
+from zckpt.checkpoint.cleaning import work
 from zckpt.storage import object_client
 
 if TYPE_CHECKING:

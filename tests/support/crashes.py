@@ -15,13 +15,13 @@ from tests.support.faults import Fault, faulty, kill
 from tests.support.plain_engine import Engine, engines_are_adapters
 from tests.support.states import fragment
 from zckpt.format import names
+from zckpt.plan.inventory import Inventory
 from zckpt.ranks import heartbeat as life
-from zckpt.state.inventory import Inventory
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from zckpt.state.inventory import Fragment
+    from zckpt.plan.inventory import Fragment
 
 OLD, NEW, NEXT = 5, 6, 7
 BOTH = 2

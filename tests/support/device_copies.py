@@ -11,17 +11,17 @@ import torch
 import zckpt
 from tests.support import accelerator
 from tests.support.states import fragment, write_state
+from zckpt.checkpoint.writing.options import WriteOptions
 from zckpt.plan import catalog
 from zckpt.testing.fragments import Unlocked, rank_write
 from zckpt.transfer import devices
 from zckpt.transfer.snapshot import Snapshot
-from zckpt.writing.options import WriteOptions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
 
-    from zckpt.writing.rank_write import RankWrite
+    from zckpt.checkpoint.writing.rank_write import RankWrite
 
 KIB, MIB = 1 << 10, 1 << 20
 BLOCK_BYTES = 64 * KIB

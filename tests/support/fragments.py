@@ -10,7 +10,7 @@ import torch
 
 from tests.support.states import cuts
 from zckpt.geometry import Grid, Span
-from zckpt.state.inventory import Fragment
+from zckpt.plan.inventory import Fragment
 
 if TYPE_CHECKING:
     from zckpt.plan.data_files import DataFilePlan

@@ -11,19 +11,19 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.support.states import BLOCK_BYTES, cuts, fragment
+from zckpt.checkpoint.writing.collect import pack_tree
 from zckpt.engines.peft import adapter_configs
 from zckpt.engines.tensors import named_parameters, persistent_buffers
 from zckpt.format import names
 from zckpt.plan import catalog
-from zckpt.state.inventory import BUFFER, MASTER, PARAM
+from zckpt.plan.inventory import BUFFER, MASTER, PARAM
 from zckpt.testing.fragments import write_fragments
-from zckpt.writing.collect import pack_tree
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from zckpt.state.inventory import Fragment
+    from zckpt.plan.inventory import Fragment
 
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "plain": {"default": {"target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}},

@@ -10,7 +10,7 @@ import torch
 import zckpt
 from tests.support.states import fragment, same_all
 from zckpt.engines.history import History
-from zckpt.state.inventory import Fragment, Inventory
+from zckpt.plan.inventory import Fragment, Inventory
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def engines_are_adapters() -> AbstractContextManager[object]:
     """Lets ``zckpt.write`` take its argument for an adapter."""
-    return mock.patch("zckpt.writing.prepare.readable", lambda engine: engine)
+    return mock.patch("zckpt.checkpoint.writing.prepare.readable", lambda engine: engine)
 
 
 class Engine:

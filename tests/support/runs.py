@@ -15,11 +15,11 @@ import zckpt
 from tests.support.fragments import data_of
 from tests.support.models import make_engine, train
 from tests.support.slow_writes import held, slow
+from zckpt.checkpoint.listing.find import find_and_open
 from zckpt.engines import adapt
-from zckpt.listing.find import find_and_open
 
 if TYPE_CHECKING:
-    from zckpt.listing.contents import Contents
+    from zckpt.checkpoint.listing.contents import Contents
     from zckpt.storage.contract import Store
 
 BEFORE, AFTER = 3, 3
@@ -284,7 +284,7 @@ def restore_whole(path: str, setup: dict[str, Any], parts: tuple[str, ...], trai
         opened.append(contents)
         return store, contents
 
-    with mock.patch("zckpt.restoring.machines.find_and_open", open_and_record):
+    with mock.patch("zckpt.checkpoint.restoring.machines.find_and_open", open_and_record):
         # Not verified, because a digest covers a whole block, so that most of each of these small files would be read.
         zckpt.restore(engine, path, verify=False)
     restored = whole(engine, parts)

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from tests.support.states import write_through
+from zckpt.checkpoint.writing.rank_write import RankWrite
 from zckpt.transfer import write as io_write
-from zckpt.writing.rank_write import RankWrite
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

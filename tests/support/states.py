@@ -13,15 +13,15 @@ import torch
 
 import zckpt
 from tests.support.grids import order_of, random_grid
+from zckpt.checkpoint.writing.collect import add_rank_tree, pack_tree
 from zckpt.engines import readable
 from zckpt.errors import FormatError
 from zckpt.format.names import Tier, check_tensor_name
 from zckpt.geometry import Grid, Span
 from zckpt.plan import catalog
-from zckpt.state.inventory import BUFFER, MASTER, FileRange, Fragment, Inventory
+from zckpt.plan.inventory import BUFFER, MASTER, FileRange, Fragment, Inventory
 from zckpt.testing.fragments import write_fragments
 from zckpt.transfer.torch_dtypes import DTYPE_NAMES
-from zckpt.writing.collect import add_rank_tree, pack_tree
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -230,5 +230,5 @@ def write_through(
         rank_state=dict,
         after_write=lambda: None,
     )
-    with mock.patch("zckpt.writing.prepare.readable", _adapt):
+    with mock.patch("zckpt.checkpoint.writing.prepare.readable", _adapt):
         return zckpt.write(engine or EngineOfAnAdapter(), path, **options)

@@ -132,7 +132,7 @@ def attached(
     Each piece of a write takes ``write_seconds`` longer. The checkpoint of step ``uncommitted`` is never committed.
     """
     import zckpt
-    from zckpt.writing.rank_write import RankWrite
+    from zckpt.checkpoint.writing.rank_write import RankWrite
 
     commit_write = RankWrite.prepare_commit
 

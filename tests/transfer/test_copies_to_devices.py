@@ -31,8 +31,8 @@ from tests.support.device_copies import (
     written,
 )
 from tests.support.states import write_state
+from zckpt.checkpoint.reading.checkpoint import ReadRequest
 from zckpt.geometry import all_of
-from zckpt.reading.checkpoint import ReadRequest
 from zckpt.storage.local_reader import LocalReader
 from zckpt.storage.local_writer import LocalWriter
 from zckpt.transfer import devices

@@ -411,7 +411,10 @@ def test_training_waits_until_all_that_it_may_change_has_been_read(kind: str, sn
     engine = ReferenceEngine(device=kind)
     engine.train(1)
     expected = values(engine)
-    with mock.patch("zckpt.api.background.Snapshot", Watched), mock.patch("zckpt.transfer.write._take", take_late):
+    with (
+        mock.patch("zckpt.checkpoint.background.Snapshot", Watched),
+        mock.patch("zckpt.transfer.write._take", take_late),
+    ):
         pending = zckpt.write(engine, tmp_path / "c", background=True, snapshot=snapshot)  # type: ignore[call-overload]
         engine.train(1)
         torch.accelerator.synchronize()

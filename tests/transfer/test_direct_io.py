@@ -21,8 +21,8 @@ import zckpt
 from tests.support.memory import uncache
 from tests.support.states import PARTS, same_all, write_state
 from tests.support.waiting import wait_until
+from zckpt.checkpoint.reading.checkpoint import ReadRequest
 from zckpt.geometry import all_of
-from zckpt.reading.checkpoint import ReadRequest
 from zckpt.storage.buffers import PAGE_BYTES
 from zckpt.storage.local_reader import LocalReader
 from zckpt.storage.local_writer import LocalWriter

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from zckpt.errors import StorageError
-from zckpt.state.inventory import FileRange
+from zckpt.plan.inventory import FileRange
 from zckpt.transfer import stored
 
 if TYPE_CHECKING:

@@ -20,6 +20,7 @@ from tests.support.independent_reader import Reader
 from tests.support.memory_store import in_memory
 from tests.support.reference_engine import tensors_of
 from tests.support.states import fragment, same_all
+from zckpt.checkpoint.writing.collect import pack_tree
 from zckpt.format.digest import BLOCK_BYTES
 from zckpt.plan import catalog
 from zckpt.storage.buffers import PAGE_BYTES
@@ -28,10 +29,9 @@ from zckpt.testing import ReferenceEngine
 from zckpt.testing.fragments import write_fragments
 from zckpt.transfer import host_memory
 from zckpt.transfer import write as io_write
-from zckpt.writing.collect import pack_tree
 
 if TYPE_CHECKING:
-    from zckpt.state.inventory import Fragment
+    from zckpt.plan.inventory import Fragment
 
 MIB = 1 << 20
 SHAPES = {"large": (1031, 1009), "small": (33,), "larger": (3, 700_001), "one": (1,), "last": (600_000,)}

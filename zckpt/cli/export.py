@@ -58,7 +58,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _size(text: str) -> int:
-    from zckpt.exporting.plan import size_in_bytes
+    from zckpt.tools.exporting.plan import size_in_bytes
 
     try:
         return size_in_bytes(text)

@@ -17,7 +17,7 @@ from zckpt.errors import printable
 if TYPE_CHECKING:
     import argparse
 
-    from zckpt.listing.summary import CheckpointSummary, RunEntry, RunSummary
+    from zckpt.tools.summary import CheckpointSummary, RunEntry, RunSummary
 
 EXAMPLES = """
   zckpt info checkpoints
@@ -32,7 +32,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from zckpt.listing.summary import CheckpointSummary, summary
+    from zckpt.tools.summary import CheckpointSummary, summary
 
     result = summary(arguments.path)
     if arguments.json:

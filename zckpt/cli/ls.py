@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
 
-    from zckpt.listing.contents import Contents, Holders, TensorInfo
+    from zckpt.checkpoint.listing.contents import Contents, Holders, TensorInfo
 
     Row = tuple[TensorInfo, Holders]
 
@@ -43,7 +43,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from zckpt.listing.find import advised, find_and_open
+    from zckpt.checkpoint.listing.find import advised, find_and_open
 
     store, contents = find_and_open(arguments.path)
     with advised(store):

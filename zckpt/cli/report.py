@@ -28,7 +28,7 @@ EXAMPLES = """
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    from zckpt.validation.report import LEVELS
+    from zckpt.checkpoint.validation.report import LEVELS
 
     parser.add_argument(
         "paths",
@@ -50,7 +50,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from zckpt.reporting.page import find_libraries
+    from zckpt.tools.reporting.page import find_libraries
 
     find_libraries()  # If a package is missing, this says so before torch is imported.
     with launched() as rank:

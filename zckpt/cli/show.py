@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
 
-    from zckpt.listing.contents import TensorInfo
-    from zckpt.reading.statistics import Statistics
+    from zckpt.checkpoint.listing.contents import TensorInfo
+    from zckpt.tools.statistics import Statistics
 
 EXAMPLES = """
   zckpt show checkpoints master/lm_head.weight
@@ -54,7 +54,7 @@ def _statistics(path: str, keys: Sequence[str]) -> tuple[list[TensorInfo], list[
     """Returns the selected tensors and, on rank 0, the statistics of each. All ranks share the work."""
     from zckpt.progress import reported
     from zckpt.ranks.collectives import Ranks, check_equal
-    from zckpt.reading.statistics import Statistics, statistics, stretches
+    from zckpt.tools.statistics import Statistics, statistics, stretches
 
     ranks = Ranks(call="zckpt show")
     checkpoint = ranks.together(lambda: zckpt.open(path), "open the checkpoint")

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from rich.tree import Tree
 
-    from zckpt.listing.contents import TensorInfo
+    from zckpt.checkpoint.listing.contents import TensorInfo
 
 EXAMPLES = """
   zckpt state checkpoints
@@ -39,8 +39,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from zckpt.checkpoint.listing.find import advised, find_and_open
     from zckpt.format import tree
-    from zckpt.listing.find import advised, find_and_open
 
     store, contents = find_and_open(arguments.path)
     with advised(store):

@@ -9,7 +9,7 @@ holds both, the adapter's folder also has a class that holds them, as ``zckpt.Tr
 object of this class to zckpt. If the model is a ``torch.nn.Module`` and the optimizer is one of torch, the classes of
 an adapter derive from ``ModuleAdapter`` and ``ModuleRestoring``, and only say where the state is: a ``Kind``.
 
-The state is divided into *parts*, such as ``master`` and ``exp_avg``. ``zckpt.state.inventory`` describes each part,
+The state is divided into *parts*, such as ``master`` and ``exp_avg``. ``zckpt.plan.inventory`` describes each part,
 and what a ``Fragment`` is.
 """
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 
-    from zckpt.state.inventory import Fragment, Holding, Inventory
+    from zckpt.plan.inventory import Fragment, Holding, Inventory
 
 
 _LEFT_OUT = "left out by zckpt"

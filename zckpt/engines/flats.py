@@ -23,7 +23,7 @@ import torch
 from zckpt.engines.tensors import dtype_name
 from zckpt.format.grids import packed_sections
 from zckpt.format.names import Tier, is_part_name
-from zckpt.state.inventory import MASTER, RESERVED_PARTS, FileRange, Fragment
+from zckpt.plan.inventory import MASTER, RESERVED_PARTS, FileRange, Fragment
 from zckpt.transfer.memory import has_own_operations
 
 if TYPE_CHECKING:

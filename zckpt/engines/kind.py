@@ -10,7 +10,7 @@ import torch
 
 from zckpt.engines.flats import moments, part_of_state
 from zckpt.engines.tensors import holdings
-from zckpt.state.inventory import GRADIENT, MASTER, PARAM, Holding
+from zckpt.plan.inventory import GRADIENT, MASTER, PARAM, Holding
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from zckpt.engines.flats import FlatBuffer, ParameterRange
     from zckpt.engines.local_tensors import LocalTensor
     from zckpt.format.names import Tier
-    from zckpt.state.inventory import FileRange
+    from zckpt.plan.inventory import FileRange
 
 
 class Kind:

@@ -26,7 +26,7 @@ from zckpt.engines.trees import subtree
 from zckpt.errors import UnsupportedError
 from zckpt.format.names import Tier
 from zckpt.geometry import all_of
-from zckpt.state.inventory import (
+from zckpt.plan.inventory import (
     BUFFER,
     EXTRA_STATE,
     MASTER,

@@ -12,7 +12,7 @@ from zckpt.engines.contract import Batch
 from zckpt.engines.scheduler import SavedScheduler
 from zckpt.engines.tensors import set_in_place
 from zckpt.engines.trees import counters_of, subtree
-from zckpt.state.inventory import BUFFER, MASTER, PARAM, RESERVED_PARTS, FileRange, Fragment
+from zckpt.plan.inventory import BUFFER, MASTER, PARAM, RESERVED_PARTS, FileRange, Fragment
 from zckpt.transfer.memory import lies_in_order
 from zckpt.transfer.torch_dtypes import TORCH_DTYPES
 

@@ -11,7 +11,7 @@ import torch
 
 from zckpt.engines.composed import inner_tensors, is_composed
 from zckpt.errors import UnsupportedError
-from zckpt.state.inventory import Holding
+from zckpt.plan.inventory import Holding
 from zckpt.transfer.memory import why_no_memory
 from zckpt.transfer.torch_dtypes import DTYPE_NAMES
 

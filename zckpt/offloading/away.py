@@ -16,8 +16,8 @@ from zckpt.format.names import Tier
 from zckpt.offloading.files import Moved, read_back
 from zckpt.offloading.memory import fresh_memory, give_memory, is_movable, is_pinned, take_memory
 from zckpt.offloading.parts import in_order
-from zckpt.state.inventory import FileRange
-from zckpt.storage.scratch import close_in_background
+from zckpt.offloading.scratch import close_in_background
+from zckpt.plan.inventory import FileRange
 from zckpt.system import linux
 from zckpt.system.available import available_bytes
 from zckpt.system.threads import Worker, stop
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     import torch
 
     from zckpt.engines.contract import EngineAdapter, UsingMethod
-    from zckpt.state.inventory import Fragment, Holding
-    from zckpt.storage.scratch import ScratchRange
+    from zckpt.offloading.scratch import ScratchRange
+    from zckpt.plan.inventory import Fragment, Holding
     from zckpt.transfer.budget import Budget
 
 LOST_HINT = "restore the engine from a checkpoint: zckpt.restore(engine, path)"

@@ -15,13 +15,13 @@ from zckpt.format.digest import BLOCK_BYTES, DIGEST_BYTES, ReadFile
 from zckpt.format.names import Tier
 from zckpt.geometry import all_of
 from zckpt.offloading.memory import fresh_memory, whole
+from zckpt.offloading.scratch import ScratchRange, ScratchReader, ScratchStore
 from zckpt.plan.data_files import plan_data_files
+from zckpt.plan.inventory import Fragment
 from zckpt.plan.reads import plan_reads
 from zckpt.plan.reshard import PieceRanges
 from zckpt.plan.writes import plan_writes
-from zckpt.state.inventory import Fragment
 from zckpt.storage.files import free_bytes
-from zckpt.storage.scratch import ScratchRange, ScratchReader, ScratchStore
 from zckpt.transfer.devices import devices_of, synchronize
 from zckpt.transfer.memory import Targets
 from zckpt.transfer.read import places_of, run_reads
@@ -31,8 +31,8 @@ from zckpt.transfer.write import run_writes, unchanged_files
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from zckpt.offloading.scratch import ScratchFile
     from zckpt.plan.data_files import DataFilePlan
-    from zckpt.storage.scratch import ScratchFile
     from zckpt.transfer.budget import Budget
     from zckpt.transfer.snapshot import Snapshot
 

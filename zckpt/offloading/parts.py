@@ -5,8 +5,8 @@ from __future__ import annotations
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from zckpt.plan.inventory import GRADIENT, MASTER, PARAM, RESERVED_PARTS
 from zckpt.plan.select import several
-from zckpt.state.inventory import GRADIENT, MASTER, PARAM, RESERVED_PARTS
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable

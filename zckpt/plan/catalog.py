@@ -23,8 +23,8 @@ from zckpt.format.manifest import File, Files, Manifest, Part
 from zckpt.format.names import LINEAGE, MACHINES, Tier, data_file_path
 from zckpt.format.rules import broken
 from zckpt.geometry import Spans
-from zckpt.state.inventory import MASTER, PARAM
-from zckpt.state.lineage import Lineage, run_by_tensors
+from zckpt.plan.inventory import MASTER, PARAM
+from zckpt.plan.lineage import Lineage, run_by_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence

@@ -14,7 +14,7 @@ from zckpt.format.dtypes import ITEM_BYTES
 from zckpt.format.limits import DATA_ALIGNMENT_BYTES, DIGEST_TABLE_BYTES_MAX
 from zckpt.format.names import FILLER_PREFIX, Tier, piece_name
 from zckpt.geometry import runs_of_equal
-from zckpt.state.inventory import ANY_TIME, FileRange, Fragment
+from zckpt.plan.inventory import ANY_TIME, FileRange, Fragment
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 import msgpack
 
 from zckpt.format.digest import digest
-from zckpt.state.inventory import FileRange
+from zckpt.plan.inventory import FileRange
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from zckpt.geometry import Span
-    from zckpt.state.inventory import Fragment
+    from zckpt.plan.inventory import Fragment
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from zckpt.format.limits import DATA_ALIGNMENT_BYTES, DIGEST_TABLE_BYTES_MAX
 from zckpt.format.names import FILLER_PREFIX, Tier, partial_name
 from zckpt.plan.catalog import FileRecord, Kind, PieceColumns, RankRecord, Tensors
 from zckpt.plan.data_files import plan_range
-from zckpt.state.inventory import BUFFER
+from zckpt.plan.inventory import BUFFER
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from zckpt.state.inventory import FileRange
+    from zckpt.plan.inventory import FileRange
     from zckpt.storage.buffers import Bytes
     from zckpt.storage.location import Location
 

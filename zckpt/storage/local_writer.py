@@ -18,7 +18,7 @@ from zckpt.system import linux
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from zckpt.state.inventory import FileRange
+    from zckpt.plan.inventory import FileRange
     from zckpt.storage.buffers import Bytes
 
 UNSYNCED_BYTES_MAX = 32 << 20

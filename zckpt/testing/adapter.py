@@ -15,7 +15,7 @@ from zckpt.engines.tensors import dtype_name, holdings
 from zckpt.errors import FormatError, UnsupportedError
 from zckpt.format.names import Tier
 from zckpt.geometry import all_of
-from zckpt.state.inventory import BUFFER, GRADIENT, MASTER, PARAM, Fragment, Holding, Inventory
+from zckpt.plan.inventory import BUFFER, GRADIENT, MASTER, PARAM, Fragment, Holding, Inventory
 from zckpt.transfer.devices import devices_of
 
 if TYPE_CHECKING:

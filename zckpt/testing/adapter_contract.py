@@ -13,10 +13,10 @@ import pytest
 import torch
 
 import zckpt
+from zckpt.checkpoint.reading.checkpoint import ReadRequest
 from zckpt.engines import adapt
 from zckpt.engines.contract import Selection
-from zckpt.reading.checkpoint import ReadRequest
-from zckpt.state.inventory import BUFFER, GRADIENT, MASTER, PARAM, Fragment
+from zckpt.plan.inventory import BUFFER, GRADIENT, MASTER, PARAM, Fragment
 from zckpt.storage.schemes import open_store
 from zckpt.testing.engine_definition import (
     AFTER,

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from zckpt.plan.inventory import BUFFER, MASTER, PARAM
 from zckpt.ranks.job import job
-from zckpt.state.inventory import BUFFER, MASTER, PARAM
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence

@@ -11,8 +11,8 @@ import pytest
 import zckpt
 from zckpt.engines import adapt
 from zckpt.engines.contract import Selection
+from zckpt.plan.inventory import MASTER, PARAM
 from zckpt.plan.select import part_of
-from zckpt.state.inventory import MASTER, PARAM
 from zckpt.testing.adapter_contract import AdapterContract
 from zckpt.testing.engine_definition import (
     AFTER,

@@ -12,7 +12,7 @@ import torch
 
 import zckpt
 from zckpt.engines import group_of
-from zckpt.state.inventory import FileRange, Fragment
+from zckpt.plan.inventory import FileRange, Fragment
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -5,18 +5,18 @@ from __future__ import annotations
 import secrets
 from typing import TYPE_CHECKING
 
+from zckpt.checkpoint.writing.options import WriteOptions
+from zckpt.checkpoint.writing.rank_write import RankWrite
 from zckpt.plan import catalog
 from zckpt.plan.data_files import plan_data_files
 from zckpt.storage.lock import WriteLock
 from zckpt.storage.schemes import open_store
 from zckpt.transfer.snapshot import Snapshot
-from zckpt.writing.options import WriteOptions
-from zckpt.writing.rank_write import RankWrite
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from zckpt.state.inventory import Fragment
+    from zckpt.plan.inventory import Fragment
     from zckpt.storage.location import StrPath
 
 

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
+from zckpt.checkpoint.listing.runs import directories_of, names_in
 from zckpt.errors import FormatError, MissingFileError, StorageError
 from zckpt.format.names import temporary
-from zckpt.listing.runs import directories_of, names_in
-from zckpt.state.inventory import FileRange
+from zckpt.plan.inventory import FileRange
 from zckpt.storage.buffers import PAGE_BYTES
 from zckpt.storage.contract import ANYTHING
 from zckpt.testing.store_calls import (

@@ -25,8 +25,8 @@ from zckpt.transfer.host_memory import HostMemory
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from zckpt.plan.inventory import Fragment
     from zckpt.plan.reads import Copies, StridedCopy
-    from zckpt.state.inventory import Fragment
     from zckpt.storage.buffers import Bytes
 
 SHARED_BYTES = 1 << 20

@@ -18,7 +18,7 @@ from zckpt.transfer.memory import host_bytes
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from zckpt.state.inventory import FileRange
+    from zckpt.plan.inventory import FileRange
 
 PORTION_BYTES = 8 << 20
 """The most bytes that are read at a time for a digest, and that are in memory beside a tensor that is read."""

@@ -21,7 +21,7 @@ import torch
 from zckpt.format.digest import DIGEST_BYTES, digest
 from zckpt.format.rules import broken
 from zckpt.plan.data_files import FILLER, HEADER
-from zckpt.state.inventory import FileRange
+from zckpt.plan.inventory import FileRange
 from zckpt.storage.buffers import PAGE_BYTES, whole_pages
 from zckpt.storage.files import read_from
 from zckpt.transfer.devices import FromDevice
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
     from zckpt.format.digest import ReadFile
     from zckpt.plan.data_files import DataFilePlan
+    from zckpt.plan.inventory import Fragment
     from zckpt.plan.writes import WriteOp, WritePlan
-    from zckpt.state.inventory import Fragment
     from zckpt.storage.buffers import Bytes
     from zckpt.storage.contract import Creator, PageSharing, Reader, Store, Writer
     from zckpt.transfer.budget import Budget

@@ -16,7 +16,7 @@ from tests.support.plain_engine import Engine
 from tests.support.states import same_all
 from zckpt.engines import adapt
 from zckpt.offloading.away import away
-from zckpt.state.inventory import EXTRA_STATE
+from zckpt.plan.inventory import EXTRA_STATE
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -13,7 +13,7 @@ import torch
 from tests.support.models import batch, make_engine, train
 from tests.support.offload import CPU, NVME, PARAM_DISK, PIPELINED, WIDE
 from zckpt.engines import adapt
-from zckpt.state.inventory import GRADIENT, FileRange
+from zckpt.plan.inventory import GRADIENT, FileRange
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

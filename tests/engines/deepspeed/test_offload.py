@@ -33,7 +33,7 @@ from tests.support.states import same_all, write_state
 from zckpt.format.names import Tier
 from zckpt.geometry import Grid, Span
 from zckpt.plan import catalog
-from zckpt.state.inventory import FileRange, Fragment
+from zckpt.plan.inventory import FileRange, Fragment
 from zckpt.testing.fragments import write_fragments
 
 if TYPE_CHECKING:

@@ -29,11 +29,11 @@ import zckpt
 from tests.support.models import make_engine
 from tests.support.state_dicts import WEIGHT, blank, gathered, nested
 from tests.support.torch_models import held, make_state, train
-from zckpt.api.write import write_engine as write_state
+from zckpt.checkpoint.write import write_engine as write_state
+from zckpt.checkpoint.writing.options import WriteOptions
 from zckpt.engines.state_dict.flat import FlatState
 from zckpt.engines.state_dict.flat import held as held_tensor
 from zckpt.testing.engine_definition import frozen
-from zckpt.writing.options import WriteOptions
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -27,7 +27,7 @@ from zckpt.engines.tensors import unwrapped
 from zckpt.engines.trees import COUNTERS
 from zckpt.engines.unwrapped import Unwrapped
 from zckpt.errors import UnsupportedError
-from zckpt.state.inventory import BUFFER, GRADIENT, PARAM
+from zckpt.plan.inventory import BUFFER, GRADIENT, PARAM
 from zckpt.transfer.memory import why_no_memory
 from zckpt.transfer.stored import values_digest
 

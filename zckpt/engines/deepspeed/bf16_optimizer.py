@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from zckpt.engines.deepspeed.zero12 import Zero12, ZeroGroup
 from zckpt.engines.flats import consecutive
-from zckpt.state.inventory import GRADIENT
+from zckpt.plan.inventory import GRADIENT
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

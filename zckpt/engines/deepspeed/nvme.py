@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from zckpt.engines.tensors import holdings
-from zckpt.state.inventory import GRADIENT, MASTER, FileRange, Holding
+from zckpt.plan.inventory import GRADIENT, MASTER, FileRange, Holding
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

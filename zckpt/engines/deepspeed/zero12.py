@@ -19,7 +19,7 @@ from zckpt.engines.group import rank_group_of
 from zckpt.engines.local_tensors import owner_mismatch
 from zckpt.engines.tensors import holdings
 from zckpt.format.names import Tier
-from zckpt.state.inventory import GRADIENT, MASTER, PARAM
+from zckpt.plan.inventory import GRADIENT, MASTER, PARAM
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from zckpt.engines.local_tensors import LocalTensor
-    from zckpt.state.inventory import Holding
+    from zckpt.plan.inventory import Holding
 
 
 class ZeroGroup(NamedTuple):

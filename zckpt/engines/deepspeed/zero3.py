@@ -24,7 +24,7 @@ from zckpt.engines.kind import Kind
 from zckpt.engines.local_tensors import owner_mismatch
 from zckpt.engines.tensors import holdings
 from zckpt.format.names import Tier
-from zckpt.state.inventory import GRADIENT, MASTER, PARAM, FileRange, Holding
+from zckpt.plan.inventory import GRADIENT, MASTER, PARAM, FileRange, Holding
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence

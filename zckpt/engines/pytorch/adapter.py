@@ -22,7 +22,7 @@ from zckpt.engines.pytorch.shards import is_sharded, local_tensors_of
 from zckpt.engines.tensors import holdings, local_of, persistent_buffers, unwrapped
 from zckpt.engines.trees import COUNTERS, counters_of
 from zckpt.errors import UnsupportedError
-from zckpt.state.inventory import BUFFER, GRADIENT, PARAM
+from zckpt.plan.inventory import BUFFER, GRADIENT, PARAM
 from zckpt.transfer.torch_dtypes import DTYPE_NAMES
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from zckpt.engines.contract import Selection
     from zckpt.engines.group import RankGroup
     from zckpt.engines.local_tensors import LocalTensor
-    from zckpt.state.inventory import Holding
+    from zckpt.plan.inventory import Holding
 
 SUPPORTED = "supported: one process, DistributedDataParallel, and FSDP2 (torch.distributed.fsdp.fully_shard)"
 

@@ -12,7 +12,7 @@ from zckpt.engines.group import rank_group_of
 from zckpt.engines.state_dict.flat import STATE_DICT
 from zckpt.engines.tensors import dtype_name
 from zckpt.format.names import Tier
-from zckpt.state.inventory import BUFFER, PARAM, Fragment, Inventory
+from zckpt.plan.inventory import BUFFER, PARAM, Fragment, Inventory
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator

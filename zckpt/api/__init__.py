@@ -1,1 +1,0 @@
-"""The functions that users call, a file for each task."""

@@ -1,0 +1,164 @@
+"""Finds what is left of a save whose manifest is lost. Its data files are known by their own headers."""
+
+from __future__ import annotations
+
+import re
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from zckpt.checkpoint.listing.contents import read_header
+from zckpt.checkpoint.listing.digest_tables import fit_tables, read_tables
+from zckpt.checkpoint.listing.rebuild import FoundFile
+from zckpt.checkpoint.listing.runs import directories_of, names_in
+from zckpt.errors import FormatError, RepairError, ZckptError
+from zckpt.format import data_file as data_file_format
+from zckpt.format import names
+from zckpt.format.limits import WORLD_SIZE_MAX
+from zckpt.format.rules import broken
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from zckpt.format.manifest import Manifest
+    from zckpt.format.names import Tier
+    from zckpt.storage.contract import Store
+
+ABSENT_SHOWN_MAX = 20
+"""The largest number of ranks that an error names one by one."""
+
+
+@dataclass(frozen=True, slots=True)
+class FoundSave:
+    """All data files of one save."""
+
+    save_id: str
+    files: dict[int, list[FoundFile]]
+    """The data files of each rank."""
+
+
+def the_save(store: Store, old: Manifest | None, finding: str) -> FoundSave:
+    """Returns the only save whose data are in ``store`` and complete. ``old`` is its manifest. If that is lost or
+    damaged, ``old`` is None and ``finding`` says what is wrong with it. Raises RepairError, which lists everything that
+    is missing or damaged."""
+    saves = [name for name in directories_of(store) if names.is_data_dir(name)]
+    if old is not None:
+        saves = [name for name in saves if name == names.data_dir(old.save_id)]
+    if len(saves) != 1:
+        what = f"{finding}, and there are the data of {len(saves)} saves" if old is None else "its data are gone"
+        raise refused(store, [what, *saves], "leave the data directory of one save here, and take the others away")
+    save, problems = find_save(store, saves[0].removeprefix("data-"), old)
+    if save is None or problems:
+        raise refused(store, problems, "restore these files from a copy; they cannot be rebuilt")
+    return save
+
+
+def find_save(checkpoint: Store, save_id: str, old: Manifest | None) -> tuple[FoundSave | None, list[str]]:
+    """Returns the data files of a save in a checkpoint, and everything that is missing or damaged among them, as far as
+    the headers and, if there is one, the ``old`` manifest tell. Returns None if the headers do not agree on a world
+    size. Raises StorageError."""
+    problems: list[str] = []
+    raws: dict[tuple[int, str, Tier], tuple[bytes, int]] = {}
+    ranks = set()
+    data_dir = names.data_dir(save_id)
+    with closing(checkpoint.reader()) as reader:
+        for directory in directories_of(checkpoint.child(data_dir)):
+            rank, place = names.split_rank_dir(directory), f"{data_dir}/{directory}"
+            if rank is None:
+                continue
+            ranks.add(rank)
+            for name in names_in(checkpoint.child(place)):
+                part_and_tier = names.split_data_file_name(name)
+                if part_and_tier is not None:
+                    with _listed(problems):
+                        data_file_path = f"{place}/{name}"
+                        raws[(rank, *part_and_tier)] = read_header(reader, data_file_path), reader.size(data_file_path)
+    origins = {} if old is None else {old.path(file): file.origin for file in old.files}
+    world_sizes: dict[str, list[str]] = {}
+    for (rank, part, tier), (raw, _) in raws.items():
+        with _listed(problems):
+            data_file_path = names.data_file_path(save_id, rank, part, tier)
+            origin, told_ranks = data_file_format.save_of(raw, data_file_path)
+            world_sizes.setdefault(told_ranks, []).append(data_file_path)
+            if old is None and origin != save_id:
+                names.check_save_id(origin, file=data_file_path)
+                origins[data_file_path] = origin
+    if old is not None:
+        world_size = old.world_size
+    elif len(world_sizes) == 1 and (told_size := _world_size(next(iter(world_sizes)))) is not None:
+        world_size = told_size
+    else:
+        sizes = [f"world size {size}: {', '.join(paths[:3])}, ..." for size, paths in sorted(world_sizes.items())]
+        return None, [*problems, "the files are of several saves, or of none", *sizes]
+    files: dict[int, list[FoundFile]] = {rank: [] for rank in range(world_size)}
+    for (rank, part, tier), (raw, nbytes) in raws.items():
+        with _listed(problems):
+            origin = origins.get(names.data_file_path(save_id, rank, part, tier), "")
+            data_file = data_file_format.DataFileId(save_id, rank, world_size, part, tier, origin)
+            header = data_file_format.decode_header(raw, nbytes, data_file)
+            files.setdefault(rank, []).append(FoundFile(header, raw, nbytes))
+    if old is None and origins:
+        problems += _strangers(checkpoint, save_id, files)
+    absent = [rank for rank in range(world_size) if rank not in ranks]
+    problems += [f"rank {rank} of {world_size} is missing" for rank in absent[:ABSENT_SHOWN_MAX]]
+    if len(absent) > ABSENT_SHOWN_MAX:
+        problems.append(f"and so are {len(absent) - ABSENT_SHOWN_MAX} more ranks")
+    if old is not None:
+        there = {names.data_file_path(save_id, *place) for place in raws}
+        problems += [f"{name} is missing" for name in map(old.path, old.files) if name not in there]
+        listed = set(map(old.path, old.files))
+        files = {
+            rank: [file for file in files_of_rank if file.header.data_file.path in listed]
+            for rank, files_of_rank in files.items()
+        }
+    return FoundSave(save_id, files), problems
+
+
+def _strangers(checkpoint: Store, save_id: str, files: dict[int, list[FoundFile]]) -> list[str]:
+    """Returns the problems of files of other saves whose rank has no digest table that covers them. Without a manifest,
+    only the digest table tells that such a file is shared by this save, and was not put there by mistake."""
+    with closing(checkpoint.reader()) as reader:
+        _, placed = fit_tables(files, read_tables(reader, save_id, files))
+    strangers = [
+        file.header.data_file for rank, files_of_rank in files.items() if placed[rank] is None for file in files_of_rank
+    ]
+    return [
+        str(broken("S006", f"it is of the save {data_file.origin}, and no digest table lists it", file=data_file.path))
+        for data_file in strangers
+        if data_file.origin
+    ]
+
+
+def _world_size(text: str) -> int | None:
+    """Returns the number that the headers of data files tell, or None if it is not a number, or not a possible world
+    size."""
+    size = int(text) if re.fullmatch("[1-9][0-9]{0,6}", text, re.ASCII) else 0
+    return size if 1 <= size <= WORLD_SIZE_MAX else None
+
+
+def refused(store: Store, problems: Sequence[str], hint: str) -> RepairError:
+    """Returns the error that lists all ``problems``."""
+    message = "\n".join(["it cannot be rebuilt:", *(f"  {problem}" for problem in problems)])
+    return RepairError(message, file=str(store.location), hint=hint)
+
+
+@contextmanager
+def _listed(problems: list[str]) -> Iterator[None]:
+    try:
+        yield
+    except FormatError as error:
+        problems.append(str(error).splitlines()[0])
+
+
+def is_complete(checkpoint: Store, save_id: str) -> bool:
+    """Returns whether the data files and the digest table of every rank are there, with sound headers that the table
+    covers. It reads no tensor, and raises no error, because a file that cannot be read is not complete."""
+    try:
+        save, problems = find_save(checkpoint, save_id, None)
+        if save is None or problems:
+            return False
+        with closing(checkpoint.reader()) as reader:
+            _, placed = fit_tables(save.files, read_tables(reader, save_id, save.files))
+    except ZckptError:
+        return False
+    return None not in placed.values()

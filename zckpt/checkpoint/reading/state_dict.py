@@ -1,0 +1,201 @@
+"""Reads a checkpoint into a state dict: what each rank holds of its tensors, and its plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+from io import BytesIO
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from zckpt.engines.state_dict.flat import OWN, PATHS, RANKS, STATE_DICT, STREAMS, held_span, leaves_of, name_of
+from zckpt.engines.tensors import local_of
+from zckpt.errors import CastError, FormatError, MismatchError
+from zckpt.format.names import CLIENT_RANK_STATE, CLIENT_STATE
+from zckpt.transfer.memory import check_cast, check_memory
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator
+
+    import torch
+
+    from zckpt.checkpoint.listing.contents import TensorInfo
+    from zckpt.checkpoint.reading.checkpoint import Checkpoint
+    from zckpt.engines.state_dict.flat import Leaf
+    from zckpt.geometry import Span
+
+_INDICES = range(1 << 20)
+SHOWN_MAX = 5
+"""The largest number of problems that an error lists."""
+
+
+def tensors_by_name(checkpoint: Checkpoint) -> dict[str, TensorInfo]:
+    """Returns the tensors that a state dict may have, by name: all that a state dict had when it was written, or the
+    weights and buffers of an engine. Tied ones have each of their names."""
+    infos = checkpoint.weights()
+    return infos | {alias: infos[name] for alias, name in checkpoint.aliases.items() if name in infos}
+
+
+def paths_of(checkpoint: Checkpoint) -> dict[str, tuple[str | int, ...]]:
+    """Returns the path of each leaf of the state dict that was written, by its name. It is empty if the checkpoint is
+    not one of a state dict. Raises FormatError."""
+    paths = [*_unpacked_paths(_tree(checkpoint).get(PATHS, []))]
+    if not all(map(is_path, paths)):
+        raise FormatError(f"state: {STATE_DICT}.{PATHS} is not a list of paths", file=checkpoint.path)
+    return {name_of(path): path for path in paths}
+
+
+def _unpacked_paths(packed: object) -> Iterator[Any]:
+    """Yields the paths in what ``packed_paths`` has returned, and None for anything that it does not return."""
+    for entry in packed if isinstance(packed, list) else [None]:
+        container, keys = entry if isinstance(entry, list) and len(entry) == 2 else (None, None)
+        if isinstance(container, tuple) and isinstance(keys, list):
+            yield from ((*container, key) for key in keys)
+        else:
+            yield None
+
+
+def own_rank(checkpoint: Checkpoint) -> int | None:
+    """Returns the number of this rank, if the checkpoint was written by as many ranks as the job has, or None."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank() if dist.get_world_size() == checkpoint.world_size else None
+    return 0 if checkpoint.world_size == 1 else None
+
+
+def is_path(value: object) -> bool:
+    """Returns whether a value is a path. DCP makes a list of so many items as an index in a path says."""
+    return isinstance(value, tuple) and any(value) and all(type(key) is str or key in _INDICES for key in value)
+
+
+class PlainValues(Mapping[str, Any]):
+    """The plain values of a checkpoint by name, those of all ranks. What a single rank has written is read when it is
+    asked for."""
+
+    def __init__(self, checkpoint: Checkpoint, rank: int | None = None) -> None:
+        """``rank``: the rank whose own values are returned, of those of which each rank has its own. None means rank
+        0, or the first rank that has such a value."""
+        root = checkpoint.state if isinstance(checkpoint.state, dict) else {}
+        self._common = _map(root.get(CLIENT_STATE, {}), CLIENT_STATE, checkpoint)
+        self._ranks = _map(_tree(checkpoint).get(RANKS, {}), f"{STATE_DICT}.{RANKS}", checkpoint)
+        self._own, self._streams = (_names(_tree(checkpoint).get(key)) for key in (OWN, STREAMS))
+        self._rank = rank
+        self._checkpoint = checkpoint
+        self._read: dict[int, dict[str, Any]] = {}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter({**self._common, **self._ranks})
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._common or name in self._ranks  # Mapping's own method would read the value.
+
+    def __len__(self) -> int:
+        return len({**self._common, **self._ranks})
+
+    def __getitem__(self, name: str) -> Any:
+        value = self._value(name)
+        if name not in self._streams:
+            return value
+        if not isinstance(value, bytes):
+            raise FormatError(f"state: {name} has no bytes", file=self._checkpoint.path)
+        return BytesIO(value)
+
+    def _value(self, name: str) -> Any:
+        if self._rank is not None and name in self._own and name in self._of_rank(self._rank):
+            return self._of_rank(self._rank)[name]
+        if name in self._common:
+            return self._common[name]
+        rank = self._ranks[name]
+        if type(rank) is not int or rank not in range(self._checkpoint.world_size):
+            raise FormatError(f"state: {STATE_DICT}.{RANKS} has no rank of {name}", file=self._checkpoint.path)
+        if name not in self._of_rank(rank):
+            raise FormatError(f"state: {name} is not in the tree of rank {rank}", file=self._checkpoint.path)
+        return self._of_rank(rank)[name]
+
+    def _of_rank(self, rank: int) -> dict[str, Any]:
+        if rank not in self._read:
+            self._read[rank] = self._checkpoint.map_of_rank(rank, CLIENT_RANK_STATE) or {}
+        return self._read[rank]
+
+
+def _names(value: object) -> frozenset[str]:
+    return frozenset(name for name in value if isinstance(name, str)) if isinstance(value, list) else frozenset()
+
+
+def _tree(checkpoint: Checkpoint) -> dict[str, Any]:
+    root = checkpoint.state if isinstance(checkpoint.state, dict) else {}
+    engine = root.get("engine")
+    tree = engine.get(STATE_DICT, {}) if isinstance(engine, dict) else {}
+    return _map(tree, STATE_DICT, checkpoint)
+
+
+def _map(value: object, what: str, checkpoint: Checkpoint) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise FormatError(f"state: {what} is not a map", file=checkpoint.path)
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPlan:
+    """What is read into a state dict, on one rank."""
+
+    tensors: list[tuple[str, TensorInfo, Span, torch.Tensor]]
+    """The name of each tensor, the tensor of the checkpoint, the elements that this rank holds, and their memory."""
+    values: dict[str, Leaf]
+    """The plain values by name, and their places."""
+    left: list[str]
+    """The names of the leaves that the checkpoint does not have, and which stay as they are."""
+
+
+def plan_load(checkpoint: Checkpoint, state_dict: Mapping[Any, Any], *, strict: bool) -> LoadPlan:
+    """Plans what is read into a state dict. ``strict``: whether the checkpoint has to have all of its leaves. Raises
+    MismatchError, which lists what does not fit, and the errors of ``leaves_of``."""
+    leaves, infos, values = leaves_of(state_dict), tensors_by_name(checkpoint), PlainValues(checkpoint)
+    plan, problems = LoadPlan([], {}, []), []
+    for name, leaf in leaves.items():
+        if name not in (infos if leaf.is_tensor else values):
+            plan.left.append(name)
+            problems += [_why_missing(name, leaf, infos, values)] if strict else []
+        elif not leaf.is_tensor:
+            plan.values[name] = leaf
+            if not isinstance(leaf.container, (MutableMapping, list)):
+                problems.append(f"{name} is in a {type(leaf.container).__name__}, which cannot be changed")
+        else:
+            info, target = infos[name], local_of(leaf.value).detach()
+            try:
+                check_fits(name, info, leaf.value)
+                plan.tensors.append((name, info, held_span(leaf.value), target))
+            except (ValueError, CastError) as error:
+                problems.append(f"{name}: {error.message}" if isinstance(error, CastError) else str(error))
+    if problems:
+        listed = "".join(f"\n  {problem}" for problem in problems[:SHOWN_MAX])
+        more = f"\n  and {len(problems) - SHOWN_MAX} more" if len(problems) > SHOWN_MAX else ""
+        raise MismatchError(
+            f"the checkpoint does not fit the state dict; nothing was changed:{listed}{more}",
+            file=checkpoint.path, hint=_hint(leaves, plan.left, infos),
+        )  # fmt: skip
+    check_memory(((name, target) for name, _, _, target in plan.tensors), MismatchError)
+    return plan
+
+
+def check_fits(name: str, info: TensorInfo, tensor: torch.Tensor) -> None:
+    """Raises MismatchError or CastError if a tensor of a checkpoint has another shape than ``tensor``, or a dtype that
+    cannot be converted to its dtype."""
+    if tuple(tensor.shape) != info.shape:
+        raise MismatchError(f"{name} is {list(info.shape)} in the checkpoint, {list(tensor.shape)} here", key=name)
+    check_cast(info.dtype, tensor.dtype, name)
+
+
+def _why_missing(name: str, leaf: Leaf, infos: Collection[str], values: Collection[str]) -> str:
+    kinds = "a tensor", "a plain value"
+    here, there = kinds if leaf.is_tensor else reversed(kinds)
+    is_there = name in infos or name in values
+    return f"{name} is {here} here, {there} in the checkpoint" if is_there else f"missing: {name}"
+
+
+def _hint(leaves: Mapping[str, Leaf], left: Collection[str], infos: Collection[str]) -> str | None:
+    """Returns a hint if the checkpoint has all missing tensors without the first key of their path."""
+    missing = [leaves[name].path for name in left if leaves[name].is_tensor]
+    if missing and all(name_of(path[1:]) in infos for path in missing):
+        return f"the checkpoint has these names without {missing[0][0]!r}: pass state_dict[{missing[0][0]!r}]"
+    return "strict=False leaves out what the checkpoint does not have" if left else None

@@ -1,0 +1,197 @@
+"""Plans what one rank restores, and checks all of it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from zckpt.checkpoint.reading.state_dict import paths_of
+from zckpt.checkpoint.restoring.matching import Match, match
+from zckpt.checkpoint.restoring.mismatch import (
+    WITH_OPTIMIZER,
+    Caller,
+    fits_in_part,
+    hint,
+    leaves_out,
+    not_dealt_out,
+    told,
+)
+from zckpt.engines.contract import Selection
+from zckpt.engines.state_dict.flat import STATE_DICT
+from zckpt.format.names import CLIENT_STATE
+from zckpt.geometry import same_order
+from zckpt.plan.inventory import MASTER, WEIGHT_PARTS
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Mapping, Sequence
+
+    from zckpt.checkpoint.listing.contents import TensorInfo
+    from zckpt.checkpoint.reading.checkpoint import Checkpoint
+    from zckpt.engines.contract import EngineAdapter, Restoring
+    from zckpt.progress import Progress
+    from zckpt.transfer.budget import Budget
+
+
+def check_settings(settings: str) -> None:
+    """Raises ValueError for an argument ``settings`` that is not allowed."""
+    if settings not in ("checkpoint", "engine"):
+        raise ValueError(f"settings must be 'checkpoint' or 'engine', got {settings!r}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """The arguments of ``zckpt.restore``, whose docstring explains them, and some that an attached engine needs."""
+
+    parts: Collection[str] | None = None
+    strict: bool = True
+    state: Collection[str] | None = None
+    rng: bool = False
+    settings: str = "checkpoint"
+    verify: bool | None = None
+    budget: Budget | None = None
+    progress: Progress | None = None
+    with_rank_state: bool = False
+    own_client_state: bool = False
+    """Which client_state a rank gets if each rank of the writer had its own. False: that of rank 0. True: its own one,
+    if there are as many ranks as then. With another number of ranks, all get that of rank 0, and a warning says so."""
+    caller: Caller = Caller()  # noqa: RUF009  it cannot change
+    """The function that the user has called."""
+    all_moments: bool = False
+    """Whether a checkpoint without the optimizer's state is refused even if ``strict`` would not refuse it."""
+    leave_out: bool = False
+    """Whether the engine may have state that no checkpoint can hold. It stays as it is."""
+    has_weights: bool = False
+    """Whether the weights were restored by an earlier call, and ``parts`` has all others."""
+
+    @property
+    def resumes(self) -> bool:
+        """Whether the training goes on where it was. If not, chosen parts are restored, as for a warm start."""
+        return self.parts is None or self.has_weights
+
+
+@dataclass(frozen=True, slots=True)
+class RestorePlan:
+    """What one rank restores. If there are ``problems``, nothing is restored, and these are the reasons."""
+
+    adapter: EngineAdapter
+    checkpoint: Checkpoint
+    match: Match
+    restoring: Restoring
+    client_state: dict[str, Any]
+    rank_state: dict[str, Any] | None
+    """The ``client_rank_state`` of this rank, if it is read. It is None if the rank has none, and if the checkpoint was
+    written by another number of ranks."""
+    problems: Sequence[str]
+    hint: str | None
+    """What the user can do about the problems."""
+    warnings: Sequence[str]
+
+
+def plan_restore(
+    adapter: EngineAdapter, checkpoint: Checkpoint, request: Request, rank: int, size: int, registered: Collection[str]
+) -> RestorePlan:
+    """Plans the restore of rank ``rank`` of ``size`` ranks. Reads what the checkpoint says of its tensors, and the
+    trees of state. ``registered`` has the names of the objects that are to be restored with the engine. Raises
+    ValueError for a part or a tree that does not exist, and the errors of reading."""
+    names: dict[str, dict[str, TensorInfo]] = {part: {} for part in checkpoint.parts}
+    for info in checkpoint.values():
+        names[info.part][info.name] = info
+    trees = request.state
+    if trees is None:
+        trees = adapter.trees if request.parts is None else ()
+    known = ((request.parts or (), names, "checkpoint has no part"), (trees, adapter.trees, "engine has no"))
+    for asked, there, who in known:
+        unknown = sorted(set(asked).difference(there))
+        if unknown:
+            raise ValueError(f"the {who} {', '.join(unknown)}; it has {', '.join(there)}")
+    if request.parts is not None:
+        names = {part: names[part] for part in request.parts}
+    in_part, trains = request.parts is not None, adapter.trains
+    matched = match(checkpoint, names, adapter.wanted(names), adapter.unexpected(names), in_part=in_part, trains=trains)
+
+    saved, same_size = engine_state(checkpoint), checkpoint.world_size == size
+    state = {name: (saved or {}).get(name) for name in trees}
+    needs_rank_state = request.rng or (saved is not None and adapter.needs_rank_state(state))
+    rank_state = checkpoint.rank_state(rank, lazy=True) if needs_rank_state and same_size else None
+    selection = Selection(
+        stored=names, wanted=matched.filled, restored=matched.sources.keys(), kept=matched.weights_kept, state=state,
+        rank_state=rank_state, rng=request.rng, strict=request.strict, keeps_settings=request.settings == "engine",
+    )  # fmt: skip
+    restoring = adapter.restoring(selection)
+
+    # If only weights are restored, it does not matter whether they were trained.
+    roles = matched.changed_roles() if MASTER in names and trains else []
+    misfits = matched.problems(roles) if request.strict or matched.restores_nothing else []
+    if saved is None and trees:
+        why = "a state dict has no such state, and repair keeps none where the manifest was lost"
+        against = [f"{', '.join(trees)}: not in the checkpoint; {why}"]
+    else:
+        against = restoring.problems()
+    problems = [*misfits, *told(against, "parts of the other state do not fit")]
+    if request.rng and not same_size:
+        problems.append(f"rng=True needs {checkpoint.world_size} ranks, as wrote the checkpoint; these are {size}")
+
+    own_state: dict[str, Any] | None = None
+    warnings: list[str] = []
+    if request.with_rank_state or request.resumes:
+        if same_size:
+            own_state = checkpoint.client_rank_state(rank)
+            lost = [name for name in registered if name not in (own_state or {})]
+            if lost:
+                said = f"the checkpoint has no state of {', '.join(map(repr, lost))}, registered with the engine"
+                anew = "to begin anew with such an object, register it after the restore"
+                (problems if request.strict else warnings).append(f"{said}: {anew}")
+        elif rank == 0:
+            lost = sorted({*registered, *(checkpoint.client_rank_state(0) or {})})
+            if lost and (registered or not request.with_rank_state):
+                warnings.append(not_dealt_out(checkpoint, size, lost))
+
+    client_state: dict[str, Any] = {} if saved is None else checkpoint.state[CLIENT_STATE]
+    if not problems:
+        _check_sizes(checkpoint, matched)
+        if request.own_client_state:
+            state_of_rank = checkpoint.map_of_rank(rank if same_size else 0, CLIENT_STATE)
+            if state_of_rank is not None and same_size:
+                client_state = state_of_rank
+            elif state_of_rank is not None:
+                warnings.append(
+                    f"each of the {checkpoint.world_size} ranks that wrote {checkpoint.path} had a client_state of its "
+                    f"own; these are {size} ranks, and all of them get that of rank 0"
+                )
+        if not request.strict:
+            warnings += fits_in_part(checkpoint, matched, trees)
+    weights = [part for part in names if part in WEIGHT_PARTS]
+    what_to_do = hint(adapter, selection, matched, weights, misfits, roles, against, saved, request.caller)
+    if what_to_do and _has_optimizer(paths_of(checkpoint).values()):
+        what_to_do += WITH_OPTIMIZER
+    if checkpoint.contents.left_out and "optimizer" in trees and (request.strict or request.all_moments):
+        problems, what_to_do = leaves_out(checkpoint, weights, request.caller)
+    return RestorePlan(adapter, checkpoint, matched, restoring, client_state, own_state, problems, what_to_do, warnings)
+
+
+def _check_sizes(checkpoint: Checkpoint, matched: Match) -> None:
+    """Checks the lengths of the files that this rank reads. A thousand ranks have thousands of files, so not every rank
+    can look at all of them."""
+    filled = [f for f in matched.filled if f.span.numel and f.key in matched.sources]
+    infos = [matched.sources[f.key] for f in filled]
+    bounds: dict[str, tuple[int, int]] = {}
+    for f, info, grid in zip(filled, infos, checkpoint.contents.grids(infos), strict=True):
+        span = (f.span.start, f.span.stop) if same_order(f.span.grid, grid) else (0, math.prod(info.shape))
+        known = bounds.get(info.key, span)
+        bounds[info.key] = min(known[0], span[0]), max(known[1], span[1])
+    checkpoint.contents.check_sizes(infos, bounds=bounds)
+
+
+def _has_optimizer(paths: Iterable[Sequence[object]]) -> bool:
+    """Returns whether a state dict with leaves at these paths has the state of an optimizer."""
+    return any(str(key).startswith("param_groups") for path in paths for key in path)
+
+
+def engine_state(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
+    """Returns the trees of the engine's non-tensor state. Returns None if a repair could not save them, or if the
+    checkpoint is not one of an engine."""
+    root = checkpoint.state if isinstance(checkpoint.state, dict) else {}
+    engine, client_state = root.get("engine"), root.get(CLIENT_STATE)
+    is_engine = isinstance(engine, dict) and STATE_DICT not in engine
+    return engine if is_engine and isinstance(client_state, dict) else None

@@ -1,0 +1,290 @@
+"""Writes a state dict as a checkpoint. ``Checkpoint.load_into`` reads it back."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
+
+import msgpack
+
+from zckpt.checkpoint.background import wait_for
+from zckpt.checkpoint.write import write_engine
+from zckpt.checkpoint.writing.collect import fingerprint
+from zckpt.checkpoint.writing.options import WriteOptions
+from zckpt.engines.history import history_of
+from zckpt.engines.state_dict.flat import OWN, PATHS, RANKS, STREAMS, FlatState, HeldLeaves, matches, packed_paths
+from zckpt.errors import StateError, first_few
+from zckpt.format.digest import digest
+from zckpt.format.names import CLIENT_STATE
+from zckpt.format.tree import below
+from zckpt.plan.lineage import run_by_tensors
+from zckpt.plan.select import several
+from zckpt.ranks.collectives import Ranks, check_equal
+from zckpt.system.collector import without_collector
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping, Sequence
+
+    from torch.distributed import ProcessGroup
+
+    from zckpt.checkpoint.background import PendingWrite
+    from zckpt.progress import Progress
+    from zckpt.storage.location import StrPath
+    from zckpt.transfer.budget import Budget
+
+    class Options(TypedDict, total=False):
+        """The arguments that ``zckpt.dcp.Writer`` has, too."""
+
+        step: int
+        latest: bool
+        budget: Budget | None
+        progress: Progress | None
+        keep_last: int | None
+        keep_every: int | None
+        reuse: StrPath | None
+        node_local: bool
+        ranks_per_file: int
+        copy_to: StrPath | None
+        copy_keep_last: int | None
+        copy_keep_every: int | None
+
+
+@overload
+def write_state_dict(
+    state_dict: Mapping[Any, Any],
+    path: StrPath,
+    *,
+    process_group: ProcessGroup | None = None,
+    per_rank: Collection[str] = (),
+    overwrite: bool = False,
+    background: Literal[False] = False,
+    **options: Unpack[Options],
+) -> str: ...
+@overload
+def write_state_dict(
+    state_dict: Mapping[Any, Any],
+    path: StrPath,
+    *,
+    process_group: ProcessGroup | None = None,
+    per_rank: Collection[str] = (),
+    overwrite: bool = False,
+    background: Literal[True],
+    snapshot_bytes: int | None = None,
+    **options: Unpack[Options],
+) -> PendingWrite: ...
+def write_state_dict(
+    state_dict: Mapping[Any, Any],
+    path: StrPath,
+    *,
+    step: int = 0,
+    process_group: ProcessGroup | None = None,
+    per_rank: Collection[str] = (),
+    overwrite: bool = False,
+    latest: bool = True,
+    budget: Budget | None = None,
+    progress: Progress | None = None,
+    keep_last: int | None = None,
+    keep_every: int | None = None,
+    reuse: StrPath | None = "latest",
+    node_local: bool = False,
+    ranks_per_file: int = 1,
+    copy_to: StrPath | None = None,
+    copy_keep_last: int | None = None,
+    copy_keep_every: int | None = None,
+    background: bool = False,
+    snapshot_bytes: int | None = None,
+) -> str | PendingWrite:
+    """Writes a state dict as one checkpoint. Every rank has to call this.
+
+    A state dict is a dict of tensors, DTensors, plain values, and dicts and lists of them. The checkpoint is durable
+    when this returns, and a failure of any rank leaves nothing of it, as with ``zckpt.write``.
+    ``zckpt.open(path).load_into(state_dict)`` reads it into a state dict on any number of ranks and any mesh. Its
+    tensors are those of the part ``param``. The name of a tensor is made of the keys around it, such as
+    ``model.layers.0.weight``.
+
+    A DTensor is written as it is divided, whatever its placements are, except ``Partial``. Tensors that several ranks
+    hold, such as plain tensors, are compared and written once, and each of these ranks writes a share. Plain values
+    are compared, too. What a rank has of its own therefore needs a name of its own, such as ``f"loader.{rank}"``, which
+    the other ranks need not have, or is named by ``per_rank``.
+
+    Args:
+        state_dict: the state dict, such as ``{"model": model.state_dict(), "epoch": 3}``. Plain values may have the
+            types that ``client_state`` of ``zckpt.write`` may have, such as NumPy arrays, and come back in the same
+            plain forms. A leaf may also be an ``io.BytesIO``, which comes back with its position at the beginning.
+        path: the directory of the checkpoint: a path of a file system, or a URL such as ``s3://bucket/run/step100``.
+        step: the number of the training step, by which checkpoints are ordered.
+        process_group: the ranks that write. None means all ranks of the job.
+        per_rank: names of leaves, or globs such as ``"*.running_mean"``, of which each rank may have its own: plain
+            tensors and plain values. At the same number of ranks, each gets its own back, and otherwise that of rank 0.
+        overwrite: as for ``zckpt.write``.
+        latest: as for ``zckpt.write``.
+        budget: as for ``zckpt.write``.
+        progress: as for ``zckpt.write``.
+        keep_last: as for ``zckpt.write``. State dicts with the same names of leaves count as one run.
+        keep_every: as for ``zckpt.write``.
+        reuse: as for ``zckpt.write``. "latest" means the checkpoint that the file ``latest`` names.
+        node_local: as for ``zckpt.write``.
+        ranks_per_file: as for ``zckpt.write``.
+        copy_to: as for ``zckpt.write``.
+        copy_keep_last: as for ``zckpt.write``.
+        copy_keep_every: as for ``zckpt.write``.
+        background: as for ``zckpt.write``. The tensors may change as soon as this returns.
+        snapshot_bytes: as for ``zckpt.write``.
+
+    Returns:
+        The absolute path of the checkpoint. With ``background``, a PendingWrite.
+
+    Raises:
+        StateError: a value cannot be kept, two leaves have the same name, or a tensor or value differs between ranks.
+            The error names it and the ranks.
+        UnsupportedError: a tensor cannot be written, such as a sparse or a ``Partial`` one.
+        ZckptError: the other errors of ``zckpt.write``.
+        TypeError: an argument has the wrong type.
+        ValueError: an argument has a value that is not allowed.
+    """
+    options = WriteOptions(
+        step=step, overwrite=overwrite, latest=latest, budget=budget, progress=progress, keep_last=keep_last,
+        keep_every=keep_every, reuse=reuse, node_local=node_local, ranks_per_file=ranks_per_file, copy_to=copy_to,
+        copy_keep_last=copy_keep_last, copy_keep_every=copy_keep_every, background=background,
+        snapshot_bytes=snapshot_bytes, replace_foreign=overwrite,
+    )  # fmt: skip
+    return write_contents(partial(HeldLeaves.of, state_dict), path, options, process_group, per_rank)
+
+
+def write_contents(
+    contents: Callable[[int], HeldLeaves],
+    path: StrPath,
+    options: WriteOptions,
+    process_group: ProcessGroup | None = None,
+    per_rank: Collection[str] = (),
+    call: str = "zckpt.write_state_dict",
+) -> str | PendingWrite:
+    """Does the work of ``write_state_dict``. ``contents`` returns what this rank has. Its argument is the number of
+    ranks. ``call``: the function that every rank has to call, for messages."""
+    ranks = Ranks(process_group, call=call)
+    wait_for(ranks)
+    with ranks.undivided():
+        state, options = _agreed(contents, options, process_group, per_rank, ranks)
+    return write_engine(state, path, options, call)
+
+
+@without_collector
+def _agreed(
+    make: Callable[[int], HeldLeaves],
+    options: WriteOptions,
+    group: ProcessGroup | None,
+    per_rank: Collection[str],
+    ranks: Ranks,
+) -> tuple[FlatState, WriteOptions]:
+    """Compares what the ranks have. Returns what this rank writes, and the options with its plain values. Mostly all
+    ranks have the same names and values. Only if not, they tell each other what they have."""
+    made: list[tuple[HeldLeaves, list[Any]]] = []
+
+    def prepare() -> list[Any]:
+        patterns = several(per_rank) or ()
+        contents = make(ranks.size).with_own(patterns)
+        # Each rank may have another value of its own, so such a value has no fingerprint.
+        values = {
+            name: [
+                contents.paths[name],
+                b"" if matches(name, patterns) else _fingerprint(name, value),
+                name in contents.streams,
+            ]
+            for name, value in contents.values.items()
+        }
+        tensors = [{name: contents.paths[name] for name in contents.tensors}, contents.aliases()]
+        made.append((contents, [tensors, values]))
+        return [digest(msgpack.packb(tensors)), digest(msgpack.packb(values)), sorted(patterns)]
+
+    def compare(digests: Sequence[Any]) -> list[bool]:
+        check_equal([of_rank[2] for of_rank in digests], "per_rank arguments")
+        return [any(of_rank[which] != digests[0][which] for of_rank in digests) for which in range(2)]
+
+    # Each step below runs on all ranks. Nothing between two steps can fail on one rank alone.
+    differ = ranks.decide(prepare, compare, "prepare the write")
+    ((contents, outlines),) = made
+
+    def join(told: Sequence[Sequence[Any]]) -> _Joined:
+        return _joined(*([of_rank[which] for of_rank in (told if differ[which] else [outlines])] for which in range(2)))
+
+    own_outlines = [outline if differs else None for outline, differs in zip(outlines, differ, strict=True)]
+    paths, aliases, holders, value_holders, flags = (
+        ranks.decide(lambda: own_outlines, join, "compare the state dicts") if any(differ) else join([])
+    )
+    tensors = contents.tensors
+    if differ[0]:  # A set of replicas has only tensors that the same ranks have.
+        tensors = {name: tensor.of_ranks(holders[name]) for name, tensor in tensors.items()}
+    tree: dict[str, Any] = {
+        PATHS: packed_paths(map(tuple, paths.values())),
+        RANKS: {name: of_value[0] for name, of_value in value_holders.items() if of_value[0]},
+        **flags,
+    }
+    first_ranks = {name: of_tensor[0] for name, of_tensor in holders.items() if of_tensor[0]}
+    state = FlatState(tensors, aliases, tree, first_ranks, group=group)
+    history_of(state).run_id = run_by_tensors((name, ()) for name in sorted(paths))
+    first = {name: value for name, value in contents.values.items() if value_holders[name][0] == ranks.rank}
+    own = {name: contents.values[name] for name in tree[OWN] if name in contents.values}
+    if ranks.rank == 0:
+        return state, replace(options, client_state=first, rank_state=own or None)
+    return state, replace(options, rank_state={**first, **own} or None)
+
+
+_Holders = dict[str, list[int]]
+_Joined = tuple[dict[str, Any], dict[str, str], _Holders, _Holders, dict[str, list[str]]]
+"""The paths of all tensors and plain values; the aliases of the tensors; the ranks that have each tensor, and each
+plain value; and the names of the values that differ from rank to rank and of those that are streams."""
+
+
+def _joined(tensors_of_ranks: Sequence[Any], values_of_ranks: Sequence[Any]) -> _Joined:
+    """``tensors_of_ranks``: the paths of the tensors of each rank, and their aliases. ``values_of_ranks``: for each
+    plain value its path, its fingerprint, and whether it is a stream. Both have one item if all ranks have the same.
+    Raises StateError if plain values differ."""
+    holders, value_holders = _holders([paths for paths, _ in tensors_of_ranks]), _holders(values_of_ranks)
+    for name in value_holders.keys() & holders.keys():
+        raise StateError(f"{name} is a tensor on one rank and a plain value on another", key=name)
+    for name, ranks in value_holders.items():
+        if len({tuple(values_of_ranks[number][name][1:]) for number in ranks}) > 1:
+            raise _differing(name, {number: tuple(values_of_ranks[number][name][1:]) for number in ranks})
+    paths = {name: path for of_rank, _ in tensors_of_ranks for name, path in of_rank.items()}
+    paths |= {name: path for of_rank in values_of_ranks for name, (path, *_) in of_rank.items()}
+    flags = {
+        OWN: [name for name, ranks in value_holders.items() if not values_of_ranks[ranks[0]][name][1]],
+        STREAMS: [name for name, ranks in value_holders.items() if values_of_ranks[ranks[0]][name][2]],
+    }
+    aliases = tensors_of_ranks[0][1] if len(tensors_of_ranks) == 1 else {}
+    return paths, aliases, holders, value_holders, flags
+
+
+def _holders(of_ranks: Sequence[Mapping[str, object]]) -> _Holders:
+    """Returns the ranks that have each name. If all ranks have the same names, it is rank 0 for each."""
+    if len(of_ranks) == 1:
+        return {name: [0] for name in of_ranks[0]}
+    holders: dict[str, list[int]] = {}
+    for rank, names in enumerate(of_ranks):
+        for name in names:
+            holders.setdefault(name, []).append(rank)
+    return holders
+
+
+def _fingerprint(name: str, value: object) -> bytes:
+    """Returns a digest of a plain value. Raises StateError, which names it, if it cannot be kept."""
+    try:
+        return fingerprint({name: value})
+    except StateError as error:
+        where = below(CLIENT_STATE, name)
+        error.message, error.key = error.message.replace(where, name), name
+        raise
+
+
+def _differing(name: str, fingerprints: Mapping[int, object]) -> StateError:
+    """Returns the error for a plain value that differs between ranks. ``fingerprints``: those of the ranks that have
+    it."""
+    first = min(fingerprints)
+    other = next(value for value in fingerprints.values() if value != fingerprints[first])
+    ranks = [rank for rank, value in fingerprints.items() if value == other]
+    return StateError(
+        f"{name} is another value on rank {first_few(ranks, 5)} than on rank {first}", key=name,
+        hint=f"per_rank=[{name!r}] keeps that of each rank; or give each a name of its own, such as "
+        f"{name + '.{rank}'!r}",
+    )  # fmt: skip

@@ -1,0 +1,369 @@
+"""Writes the state of a live engine as a checkpoint, at once or in the background."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
+
+from zckpt.checkpoint.background import PendingWrite, is_ending, wait_for
+from zckpt.checkpoint.listing.leftovers import left_alone
+from zckpt.checkpoint.tiers import queue
+from zckpt.checkpoint.tiers.upload import Upload, place_there, run_there
+from zckpt.checkpoint.writing.options import WriteOptions
+from zckpt.checkpoint.writing.prepare import Facts, Preparation
+from zckpt.engines import engine_of, group_of
+from zckpt.errors import warn
+from zckpt.offloading.away import away
+from zckpt.plan.inventory import PARAM
+from zckpt.ranks.collectives import BACKGROUND, UPLOADS, Ranks
+from zckpt.storage.location import Location
+from zckpt.storage.schemes import open_store
+from zckpt.tools.prune import remove_older
+from zckpt.transfer.snapshot import Snapshot
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
+    from zckpt.progress import Progress
+    from zckpt.storage.location import StrPath
+    from zckpt.storage.space import Space
+    from zckpt.transfer.budget import Budget
+
+    class _Options(TypedDict, total=False):
+        step: int | None
+        parts: Collection[str] | None
+        exclude: Collection[str]
+        client_state: Mapping[str, Any] | None
+        rank_state: Mapping[str, Any] | None
+        overwrite: bool
+        latest: bool
+        budget: Budget | None
+        progress: Progress | None
+        pending_gradients: Literal["refuse", "drop"]
+        keep_last: int | None
+        keep_every: int | None
+        reuse: StrPath | None
+        node_local: bool
+        ranks_per_file: int
+        copy_to: StrPath | None
+        copy_keep_last: int | None
+        copy_keep_every: int | None
+
+    class _BackgroundOptions(_Options, total=False):
+        snapshot: Literal["copy", "lazy"]
+        snapshot_bytes: int | None
+
+
+@overload
+def write(
+    engine: object, path: StrPath | None = None, *, background: Literal[False] = False, **options: Unpack[_Options]
+) -> str: ...
+@overload
+def write(
+    engine: object, path: StrPath | None = None, *, background: Literal[True], **options: Unpack[_BackgroundOptions]
+) -> PendingWrite: ...
+@overload
+def write(
+    engine: object, path: StrPath | None = None, *, background: bool, **options: Unpack[_BackgroundOptions]
+) -> str | PendingWrite: ...
+def write(
+    engine: object,
+    path: StrPath | None = None,
+    *,
+    step: int | None = None,
+    parts: Collection[str] | None = None,
+    exclude: Collection[str] = (),
+    client_state: Mapping[str, Any] | None = None,
+    rank_state: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+    latest: bool = True,
+    budget: Budget | None = None,
+    progress: Progress | None = None,
+    pending_gradients: Literal["refuse", "drop"] = "refuse",
+    keep_last: int | None = None,
+    keep_every: int | None = None,
+    reuse: StrPath | None = "latest",
+    node_local: bool = False,
+    ranks_per_file: int = 1,
+    copy_to: StrPath | None = None,
+    copy_keep_last: int | None = None,
+    copy_keep_every: int | None = None,
+    background: bool = False,
+    snapshot: Literal["copy", "lazy"] = "copy",
+    snapshot_bytes: int | None = None,
+) -> str | PendingWrite:
+    """Writes the state of a training engine as one checkpoint. Every rank has to call this.
+
+    The checkpoint is durable when this returns. If any rank fails, this raises an error on every rank, and nothing of
+    the checkpoint is left. Everything that can be checked from the state alone is checked before a byte is written. A
+    KeyboardInterrupt on one rank makes the other ranks raise RankError. If it comes after all ranks have agreed to
+    commit, the checkpoint is complete all the same.
+
+    Without ``background``, nothing may change master weights and moments before the write returns, or a later load
+    would report them as damaged. With ``background``, this returns as soon as the training may continue, and the
+    checkpoint has the state at the time of this call. The same ranks do only one write at a time. If it fails, its
+    error is printed on stderr at once. The next write or restore of these ranks waits for it and raises its error. The
+    end of the process waits for it too, and prints its error.
+
+    The states of the objects that are registered with the engine (``zckpt.register``) are saved too. States that
+    ``zckpt.offload`` has moved to disk are not loaded into memory. Their bytes are copied from file to file, or shared
+    with the checkpoint if the file system can do that.
+
+    With ``copy_to``, the checkpoint is also copied to another place, such as an object store, while the training goes
+    on. The copy begins once the checkpoint is committed, and each rank copies the files that it has written. The same
+    ranks make one copy at a time. If several checkpoints wait, only the newest of them is copied, and a warning names
+    the others. If a copy fails, a warning says so, the checkpoint stays as it is, and the copy is tried once more with
+    the next one. ``zckpt.wait`` and the end of the process wait for the copies.
+
+    Args:
+        engine: the engine that ``deepspeed.initialize`` has returned, a ``zckpt.TrainState``, or a tuple ``(model,
+            optimizer)`` or ``(model, optimizer, scheduler)``.
+        path: the directory of the checkpoint: a path of a file system, or a URL such as ``s3://bucket/run/step100``.
+            All ranks have to see it, unless ``node_local`` is true. None means ``checkpoints/global_step<N>``.
+        step: the number of steps that the optimizer has taken, for a TrainState or a tuple. It becomes the ``step`` of
+            the TrainState. None means the steps that the TrainState has counted; that of a tuple counts from the first
+            call on.
+        parts: the name of a part of the state, or several names. None means all parts that a bit-exact resume needs.
+        exclude: the names of parts that are left out, such as ``param``, which holds frozen weights. If a tied tensor
+            is left out, so are all of its names.
+        client_state: values of the caller that are saved too: plain values, arrays, and tensors on any device. Those of
+            rank 0 are saved, and a warning says if another rank passes different ones. Other values come back in a
+            plain form: numpy scalars and subclasses of str, int, float, bytes, list, tuple and dict as the plain type,
+            also ``torch.Size`` and namedtuples; an enum as its value; a dataclass, a ``Namespace`` and any map as a
+            dict; a configuration of OmegaConf as it was written; a set as a sorted list, a deque and an array of texts
+            or objects as a list; a path, ``Decimal``, UUID, dtype and device as text; a date or time as text in ISO
+            8601, and a ``timedelta`` as seconds. Keys that are neither strings nor integers become text, such as
+            ``"(0, 1)"``. One warning names the values whose plain form is not equal to them, except numpy scalars,
+            paths, dates, times and sets.
+        rank_state: values of this rank that are saved too, such as the position of its data loader. They may have the
+            same types as those of ``client_state``. Those of each rank are saved. Ranks are numbered within the
+            engine's process group.
+        overwrite: whether a checkpoint at ``path`` is replaced. It stays complete until the new one is committed. After
+            that, the files of a checkpoint in DeepSpeed's own format are removed too.
+        latest: whether the file ``latest`` beside the checkpoint is changed to name it.
+        budget: the memory, the threads and the kind of I/O. None means ``Budget.from_environment()``.
+        progress: an object that is told how many bytes are done, such as ``zckpt.ProgressBar()``.
+        pending_gradients: what happens if gradients wait for an optimizer step, which no checkpoint can hold. "refuse"
+            raises UnsupportedError, and "drop" leaves them out.
+        keep_last: the number of checkpoints that are kept of this engine's run, for each use. Once this checkpoint is
+            committed, rank 0 removes older ones, as ``zckpt.prune`` does, but none of another run, such as that of
+            another engine. If that fails, it gives a warning. None removes nothing.
+        keep_every: with ``keep_last``, checkpoints whose step is a multiple of this number are kept too.
+        reuse: an earlier checkpoint, or a run, whose data files are reused. Data files of 64 KiB or more that have not
+            changed since then, such as those of frozen weights, are not written again. They share their blocks with the
+            earlier files if the file system can do that, and are hard links to them otherwise. Digests tell which files
+            have not changed, and no tensor of the earlier checkpoint is read. Both checkpoints are complete by
+            themselves, so each may be deleted, moved or copied. Damage to a shared file damages both. "latest" means
+            the checkpoint that this engine wrote or restored last. If there is none, or if it cannot be read, "latest"
+            means the checkpoint that the file ``latest`` names. If that cannot be read either, all files are written.
+            None also writes all files.
+        node_local: whether ``path`` may be on a disk of its own on each machine. Each machine then gets the files of
+            its own ranks, and all machines commit together. Which ranks see the same directory is found out. If all of
+            them do, this changes nothing.
+        ranks_per_file: the number of ranks that write to one data file. These are always ranks of one host. Files of
+            several ranks are not reused (``reuse``), and buffers stay in files of one rank. This is for runs with so
+            many ranks that the number of files is a burden on the file system. Object stores do not support it.
+        copy_to: the directory of a run, such as ``"s3://bucket/run"``, to which the checkpoint is copied with the same
+            bytes. The copy has the same path relative to this directory as the checkpoint has relative to the directory
+            of its own run. If ``latest`` changes, the file ``latest`` of ``copy_to`` changes too once the copy is
+            complete. With ``overwrite``, a checkpoint that is already there is replaced. ``keep_last`` never removes a
+            checkpoint that is being copied or is the next one to be copied.
+        copy_keep_last: as ``keep_last``, for the copies. None removes no copies, whatever ``keep_last`` is.
+        copy_keep_every: as ``keep_every``, for the copies.
+        background: whether a PendingWrite is returned before the data are on disk.
+        snapshot: with ``background``, the time at which training may continue. "copy" means that the state has been
+            copied in memory. "lazy" means that only what the optimizer does not own has been copied, such as buffers
+            and frozen weights. Master weights and moments are then read while the next forward and backward passes run,
+            and the next optimizer step waits until that is done. Nothing else may change them before.
+        snapshot_bytes: with ``background``, the number of bytes of memory that the copies may take on this rank. If the
+            state is larger, the rest is on disk before training continues. None means half of the available memory,
+            divided among the ranks of a machine.
+
+    Returns:
+        The absolute path of the checkpoint. With ``background``, a PendingWrite.
+
+    Raises:
+        UnsupportedError: the engine has a state that cannot be saved and restored completely, or the state exceeds a
+            limit of the format.
+        StateError: a value cannot be saved, such as a function, the values of a tensor are not in memory of its own, or
+            the optimizers of the ranks differ in settings that are saved only once.
+        DeviceError: copying from a device fails.
+        OffloadedError: a state that ``zckpt.offload`` moved to disk is lost.
+        ValueError: the engine does not have one of the parts, ``latest`` cannot name ``path``, or an argument has a
+            value that is not allowed.
+        TypeError: an argument has the wrong type.
+        CheckpointExistsError: there is already a checkpoint at ``path``, or ``path`` is the directory of a run or is
+            inside of a checkpoint. One of two nested checkpoints would hide the other.
+        LockedError: another writer is writing to ``path``.
+        RankError: another rank has failed or is lost, or the ranks have different arguments.
+        NoSpaceError: there is too little free space. The space that all ranks need is compared with the free space
+            before a byte is written. A checkpoint that is replaced takes its space until the new one is committed.
+        StorageError: the operating system reports an error when it reads or writes.
+    """
+    options = WriteOptions(
+        parts=parts, exclude=exclude, client_state=client_state, rank_state=rank_state, overwrite=overwrite,
+        latest=latest, budget=budget, progress=progress, pending_gradients=pending_gradients, keep_last=keep_last,
+        keep_every=keep_every, reuse=reuse, node_local=node_local, ranks_per_file=ranks_per_file, copy_to=copy_to,
+        copy_keep_last=copy_keep_last, copy_keep_every=copy_keep_every, background=background, snapshot=snapshot,
+        snapshot_bytes=snapshot_bytes, replace_foreign=overwrite, step=step,
+    )  # fmt: skip
+    return write_engine(engine_of(engine), path, options)
+
+
+def write_engine(
+    engine: object, path: StrPath | None, options: WriteOptions, call: str = "zckpt.write"
+) -> str | PendingWrite:
+    """Does the work of ``zckpt.write``, of the ``save_checkpoint`` of an attached engine, and of the writes of state
+    dicts. ``call``: the function that every rank has to call, for messages."""
+    # Each step below runs on all ranks. Nothing between two steps can fail, or one rank would leave the others waiting.
+    group = group_of(engine)
+    ranks = Ranks(group, call=call)
+    wait_for(ranks)
+    prepared = Preparation(engine, path, options, ranks.rank, ranks.size)
+    pending: PendingWrite | None = None
+    upload: Upload | None = None
+
+    def prepare() -> Facts:
+        facts = prepared.prepare()
+        if options.copy_to is not None:
+            _place_there(prepared, options.copy_to)
+        return facts
+
+    with ranks.undivided():
+        agreed, own = ranks.decide_each(prepare, prepared.agree, "prepare the write")
+        prepared.find_machines(agreed, ranks)
+        _, assigned = ranks.decide_each(
+            lambda: prepared.plan(agreed, own, ranks), prepared.describe, "plan the write", interruptible=False
+        )
+        # The ranks have agreed by now on whether they write in the background.
+        writing_ranks = Ranks(group, channel=BACKGROUND, call=call) if options.background else ranks
+        if options.copy_to is not None:
+            upload = _upload(prepared, Ranks(group, channel=UPLOADS, call=call), options.copy_to)
+        finish = partial(_finish, prepared, writing_ranks, upload)
+
+        def begin() -> Space | None:
+            nonlocal pending
+            prepared.connect(writing_ranks)
+            with ranks.interruptible():
+                if options.background:
+                    pending = PendingWrite(prepared.target, finish, writing_ranks)
+                queue.expect(upload)
+                return prepared.begin(assigned)
+
+        try:
+            spaces = ranks.decide_each(begin, prepared.of_leaders, "begin the write", interruptible=False)
+            ranks.together(lambda: prepared.join(*spaces), "begin the write")
+            if pending is None:
+                finish(Snapshot())
+            else:
+                _continue_in_background(pending, prepared, ranks)
+        except BaseException:
+            # A thread that has begun to write removes its files by itself.
+            if pending is None or pending.cancel():
+                _give_up(prepared, upload)
+            raise
+        if is_ending():
+            queue.settle()
+        offloaded = away(engine)
+        # ``after_write`` may gather parameters, which have to be in memory.
+        if offloaded is None or PARAM not in offloaded.parts:
+            prepared.adapter.after_write()
+        return pending or prepared.target
+
+
+def _place_there(prepared: Preparation, copy_to: StrPath) -> Location:
+    """Returns the directory of the copy of the checkpoint. Raises ValueError and UnsupportedError."""
+    return open_store(place_there(copy_to, prepared.run.location, Location.of(prepared.target))).location
+
+
+def _upload(prepared: Preparation, ranks: Ranks, copy_to: StrPath) -> Upload:
+    """Returns the copy of the checkpoint that is made after its commit. It has no reference to the engine's state.
+    ``ranks``: the ranks of the write, for use in the thread of the uploads."""
+    queue.uploads_of(ranks)  # on each rank, before a rank can fail
+    options, target = prepared.options, _place_there(prepared, copy_to)
+    keep_last, keep_every = options.copy_keep_last, options.copy_keep_every
+    return Upload(
+        source=Location.of(prepared.target), target=target, run=run_there(copy_to, prepared.run.location),
+        save_id=prepared.write.save_id, ranks=ranks, overwrite=options.overwrite, budget=options.budget,
+        afterwards=partial(_remove_older, str(target), str(copy_to), keep_last, keep_every, prepared.written),
+    )  # fmt: skip
+
+
+def _give_up(prepared: Preparation, upload: Upload | None) -> None:
+    """Removes the files of a write that has failed on any rank."""
+    queue.cancel(upload)
+    prepared.write.remove()
+
+
+def _finish(prepared: Preparation, ranks: Ranks, upload: Upload | None, snapshot: Snapshot) -> None:
+    """Writes the files of every rank and commits them. Then rank 0 removes older checkpoints. After a failure on any
+    rank, no file is left. All ranks call this, in the main thread or in the thread of a background write."""
+    rank_write = prepared.write
+    try:
+        _, digests = ranks.decide_each(
+            lambda: rank_write.write_data_files(snapshot),
+            lambda all_of: (None, dict.fromkeys(prepared.leaders, all_of)),
+            "write",
+            interruptible=rank_write.writers is None,
+        )
+
+        def check() -> None:
+            snapshot.check()  # This rank may have been interrupted while it waited for the others.
+            prepared.check_files()
+
+        ranks.together(check, "check the files")
+        # Nothing is committed before all leaders have prepared, so no machine shows what another one will not show.
+        try:
+            ranks.together(lambda: prepared.prepare_commit(digests), "commit", interruptible=False)
+        except BaseException:
+            if ranks.lost:
+                rank_write.leave_in_doubt()
+            raise
+        ranks.together(prepared.commit, "commit", interruptible=False)
+        ranks.together(prepared.finish, "commit", interruptible=False)
+    except BaseException:
+        _give_up(prepared, upload)
+        raise
+    queue.add(upload, latest=rank_write.latest_in is not None)
+    if rank_write.lock is not None:
+        rank_write.lock.release()
+        options = prepared.options
+        _remove_older(
+            prepared.target, str(prepared.run.location), options.keep_last, options.keep_every, prepared.written
+        )
+
+
+def _remove_older(
+    target: str, run: str, keep_last: int | None, keep_every: int | None, written: tuple[str, str]
+) -> None:
+    """Removes older checkpoints of the run, unless ``keep_last`` is None. Gives a warning if that fails, or if
+    something in them is not zckpt's. ``target``: the checkpoint that was written. ``written``: as for
+    ``remove_older``."""
+    if keep_last is None:
+        return
+    try:
+        cleanup = remove_older(run, keep_last, keep_every, written=written, needed=queue.needed_sources())
+        message = left_alone(cleanup.foreign) if cleanup.foreign else ""
+    except Exception as error:
+        message = f"{target} is written, but older checkpoints could not be removed: {error}"
+    # The new checkpoint is committed, so the write must not fail, even if warnings are errors.
+    with suppress(Warning):
+        if message:
+            warn(message)
+
+
+def _continue_in_background(pending: PendingWrite, prepared: Preparation, ranks: Ranks) -> None:
+    """Lets a thread finish the write, and returns when the training may continue. With a lazy snapshot, the next
+    optimizer step of the engine waits for the thread."""
+
+    def stand_by() -> None:
+        pending.stand_by()
+        if prepared.options.lazy:
+            prepared.adapter.before_change(pending.wait_until_taken)
+
+    ranks.together(stand_by, "begin the write")
+    pending.start()
+    ranks.together(lambda: pending.wait_until_copied(ranks), "copy the state", interruptible=False)
+    if is_ending():
+        pending.wait()

@@ -1,0 +1,305 @@
+"""Collects the state of an engine: tensors as fragments, all other values as packed trees."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from zckpt.checkpoint.writing.plain import Sieve, is_told, number, number_key, plain, plain_key
+from zckpt.engines.contract import left_out
+from zckpt.errors import StateError
+from zckpt.format import names, tree
+from zckpt.format.digest import digest
+from zckpt.format.names import Tier
+from zckpt.geometry import all_of
+from zckpt.offloading.away import where_they_are
+from zckpt.plan.inventory import BUFFER, PARAM, RESERVED_PARTS, STATE, Fragment
+from zckpt.plan.lineage import Use, use_of
+from zckpt.plan.replicas import ReplicaSet
+from zckpt.transfer.devices import synchronize
+from zckpt.transfer.memory import check_fragments, check_memory
+from zckpt.transfer.stored import in_order, replica_digest, stored_range, values_digest
+from zckpt.transfer.torch_dtypes import DTYPE_NAMES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from zckpt.checkpoint.writing.options import WriteOptions
+    from zckpt.engines.contract import StateAdapter
+
+_NUMPY_DTYPES = frozenset(map(np.dtype, ["?", "u1", "i1", "u2", "i2", "u4", "i4", "u8", "i8", "f2", "f4", "f8"]))
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """The state of an engine, as one rank holds it."""
+
+    fragments: list[Fragment]
+    """The fragments of all parts that are written. The tensors of packed trees are added to this list later."""
+    aliases: Mapping[str, str]
+    state: Mapping[str, Any]
+    rank_state: Mapping[str, Any]
+    scalars: dict[str, str]
+    """The values that the optimizer keeps once for all ranks, as text, by their path in its state. They are compared
+    between the ranks, and shown if they differ."""
+    buffers: dict[str, bytes]
+    """The digest of each buffer, by its key."""
+    left_out: list[str]
+    """The parts of the optimizer that the engine has and that ``options`` leave out."""
+    use: Use
+    """What the checkpoint can be used for."""
+    unsaved: tuple[str, ...]
+    """A phrase for each thing that no checkpoint can hold, as in ``Inventory.unsaved``."""
+    replicas: dict[str, ReplicaSet]
+    """The sets of replicas of which this rank holds one, by their labels."""
+
+
+def collect(
+    adapter: StateAdapter, options: WriteOptions, replicas: dict[str, tuple[tuple[int, int], bytes]]
+) -> Collected:
+    """Collects the state that ``options`` ask for. ``replicas``: as in ``History``. Raises ValueError, StateError,
+    FormatError (N001, N003), DeviceError, and the errors of the adapter."""
+    parts = adapter.parts
+    unknown = sorted(set(options.exclude) - set(parts))
+    if unknown:
+        raise ValueError(f"exclude: the engine has no part {', '.join(unknown)}; it has {', '.join(parts)}")
+    synchronize(adapter.devices)
+    inventory = adapter.inventory(options.parts)
+    wanted = {*(parts if options.parts is None else options.parts)}.difference(options.exclude)
+    fragments = where_they_are(fragment for fragment in inventory.fragments if fragment.part not in options.exclude)
+    for part in {fragment.part for fragment in fragments}:  # It becomes the name of a file.
+        names.check_part_name(part)
+    names.check_tensor_names([fragment.name for fragment in fragments])
+    check_fragments(fragments)
+    state, rank_state = adapter.state(), adapter.rank_state()
+    scalars = dict(sorted(_leaves(state.get("optimizer"), "optimizer")))
+    left_out = [part for part in parts if part not in wanted and part not in RESERVED_PARTS]
+    all_weights = options.parts is not None and PARAM in options.parts
+    use = use_of(wanted, parts, trains=adapter.trains, all_weights=all_weights)
+    return Collected(
+        fragments, inventory.aliases, state, rank_state, scalars, _digests(fragments), left_out, use,
+        inventory.unsaved, _replica_sets(fragments, replicas if options.parts is None else {}),
+    )  # fmt: skip
+
+
+def tensors_of(fragments: Iterable[Fragment]) -> Iterator[torch.Tensor]:
+    """Yields the data of the fragments that are in memory."""
+    return (fragment.data for fragment in fragments if isinstance(fragment.data, torch.Tensor))
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """What of the trees of one rank is not written as it is."""
+
+    replaced: dict[str, str] = field(default_factory=dict)
+    """The values of the caller that are replaced and of which a warning tells: the path of each, and in words its type
+    and that of the plain value."""
+    left_out: dict[str, str] = field(default_factory=dict)
+    """The values that are left out: the path of each, and in words the path and the reason."""
+
+
+def pack_tree(
+    value: object,
+    path: str,
+    fragments: list[Fragment],
+    rank: int,
+    changes: Changes | None = None,
+    *,
+    leave_out: bool = False,
+) -> bytes:
+    """Returns a tree in packed form. The tensors and arrays in it are added to ``fragments``, and what is not kept as
+    it is to ``changes``. ``leave_out``: whether what cannot be kept is left out. If not, it raises StateError."""
+    first = len(fragments)
+
+    def keep(tensor: torch.Tensor) -> str:
+        name = f"tree/{rank}/{len(fragments)}"
+        fragments.append(_state_fragment(name, tensor))
+        return name
+
+    def forget() -> None:
+        del fragments[first:]
+
+    return packed_tree(value, path, keep, changes or Changes(), forget, leave_out=leave_out)
+
+
+def packed_tree(
+    value: object,
+    path: str,
+    keep: Callable[[torch.Tensor], str],
+    changes: Changes,
+    forget: Callable[[], None] = lambda: None,
+    *,
+    leave_out: bool,
+) -> bytes:
+    """Returns a tree in packed form, as ``pack_tree`` does. ``keep`` stores a tensor and returns its name. ``forget``
+    removes all tensors that were stored for this tree, before it is packed once more."""
+    replaced: dict[str, str] = {}
+    try:
+        packed = _packed(value, path, keep, replaced)
+    except StateError:
+        if not leave_out:
+            raise
+        forget()
+        replaced.clear()
+        packed = _packed(_sieve(changes).sifted(value, path), path, keep, replaced)
+    changes.replaced.update(replaced)
+    return packed
+
+
+def kept_client_state(client_state: Mapping[str, Any], changes: Changes) -> Mapping[str, Any]:
+    """Returns the client_state of one rank without what cannot be kept. ``changes`` gets what is left out."""
+    root = {names.CLIENT_STATE: dict(client_state)}
+    kept: dict[str, Mapping[str, Any]] = _sieve(changes).sifted(root, "")
+    return kept[names.CLIENT_STATE]
+
+
+def what_is_left_out(adapter: StateAdapter, client_rank_state: Mapping[str, Any] | None) -> dict[str, str]:
+    """Returns what a save of the engine would leave out now, as in ``Changes``. ``client_rank_state``: the states of
+    its registered objects."""
+    changes = Changes()
+    of_rank = {**adapter.rank_state(), names.CLIENT_RANK_STATE: client_rank_state}
+    for value, path in (({"engine": adapter.state()}, ""), (of_rank, "rank_state[0]")):
+        _sieve(changes).sifted(value, path)
+    return changes.left_out
+
+
+def add_rank_tree(
+    value: object, fragments: list[Fragment], rank: int, changes: Changes | None = None, *, leave_out: bool = False
+) -> None:
+    """Adds the tree of one rank, and the tensors and arrays in it, to ``fragments``. The other arguments are those of
+    ``pack_tree``."""
+    packed = pack_tree(value, f"rank_state[{rank}]", fragments, rank, changes, leave_out=leave_out)
+    fragments.append(_state_fragment(f"rank/{rank}", torch.frombuffer(bytearray(packed), dtype=torch.uint8)))
+
+
+def fingerprint(client_state: Mapping[str, Any]) -> bytes:
+    """Returns the digest of the client_state of one rank. It is the same for equal values."""
+
+    def keep(tensor: torch.Tensor) -> str:
+        return f"{tensor.dtype} {list(tensor.shape)} {values_digest(tensor).hex()}"
+
+    return digest(_packed({names.CLIENT_STATE: dict(client_state)}, "", keep))
+
+
+_GIVEN = re.compile(rf"(rank_state\[\d+\]\.)?({names.CLIENT_STATE}|{names.CLIENT_RANK_STATE})\b", re.ASCII)
+"""Matches the path of a value that the caller has given."""
+
+
+def _packed(
+    value: object, path: str, keep: Callable[[torch.Tensor], str] | None = None, replaced: dict[str, str] | None = None
+) -> bytes:
+    """Returns a tree in packed form. ``keep`` stores a tensor and returns its name. Without it, no tensor is stored,
+    and this only finds out whether the tree can be kept. ``replaced``: as in ``Changes``."""
+
+    def put(where: str, leaf: object) -> tuple[int, str] | tree.Plain | None:
+        # Only this very type: a subclass, such as a masked array, has more than its elements.
+        if type(leaf) is np.ndarray and leaf.dtype in _NUMPY_DTYPES:
+            return tree.NDARRAY, keep(torch.from_numpy(np.array(leaf))) if keep else ""
+        if isinstance(leaf, torch.Tensor):
+            tensor = _checked(leaf, where)
+            if type(leaf) in (torch.Tensor, torch.nn.Parameter) and leaf.dtype in DTYPE_NAMES:
+                return tree.TENSOR, keep(tensor) if keep else ""
+        kept = _replacement(where, leaf)
+        if kept is not None and replaced is not None and is_told(kept.value, leaf):
+            replaced[where] = f"{where} ({type(leaf).__name__}) as {type(kept.value).__name__}"
+        return kept
+
+    def put_key(where: str, key: object) -> str | int | None:
+        kept = _key(where, key)
+        if kept is not None and replaced is not None and kept != key:
+            replaced[tree.below(where, key)] = f"the key {key!r} of {where} as {kept!r}"
+        return kept
+
+    return tree.pack(value, path, put, put_key)
+
+
+def _key(path: str, key: object) -> str | int | None:
+    """Returns the plain key that takes the place of a key of the map at ``path``, or None."""
+    return (plain_key if _GIVEN.match(path) else number_key)(key)
+
+
+def _sieve(changes: Changes) -> Sieve:
+    def mark(path: str, reason: str) -> object | None:
+        return None if _GIVEN.match(path) else left_out(reason)
+
+    return Sieve(_packed, _replacement, _key, mark, left_out=changes.left_out)
+
+
+def _replacement(where: str, value: object) -> tree.Plain | None:
+    """Returns the plain value that takes the place of a value in a tree, or None. An engine has to get back what it
+    had, so only its numpy scalars are replaced, by equal numbers."""
+    try:
+        return (plain if _GIVEN.match(where) else number)(value)
+    except Exception as error:  # It comes from the class of the value.
+        raise StateError(f"{where}: {type(value).__name__} cannot be kept: {error!r}", key=where) from error
+
+
+def _state_fragment(name: str, tensor: torch.Tensor) -> Fragment:
+    span = all_of(tensor.shape)
+    return Fragment(STATE, name, DTYPE_NAMES[tensor.dtype], span, Tier.HOST, 0, tensor.reshape(-1))
+
+
+def _leaves(value: object, path: str) -> Iterator[tuple[str, str]]:
+    """Yields the path of each value in a tree, and the value as text."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _leaves(item, f"{path}.{key}")
+    elif isinstance(value, (list, tuple)) and not all(isinstance(item, str) for item in value):
+        for index, item in enumerate(value):
+            yield from _leaves(item, f"{path}[{index}]")
+    elif isinstance(value, torch.Tensor):
+        tensor = _checked(value, path)
+        exact = tensor.item() if tensor.numel() == 1 else values_digest(tensor).hex()
+        yield path, f"{exact} ({value.dtype})"
+    else:
+        kept = number(value)
+        yield path, repr(value if kept is None else kept.value)
+
+
+def _checked(tensor: torch.Tensor, path: str) -> torch.Tensor:
+    """Returns the values of a tensor of a tree as a contiguous tensor, whose memory may be read. Raises StateError and
+    DeviceError."""
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter):
+        tensor = tensor.detach().resolve_conj().resolve_neg()
+    if stored_range(tensor) is None:
+        synchronize(check_memory([(path, tensor)]))
+    return in_order(tensor)
+
+
+def _digests(fragments: Iterable[Fragment]) -> dict[str, bytes]:
+    """Returns the digest of each buffer, by its key."""
+    buffers = [(f.key, f.data) for f in fragments if f.part == BUFFER]
+    return {key: values_digest(data) for key, data in buffers if isinstance(data, torch.Tensor)}
+
+
+def _replica_sets(
+    fragments: Iterable[Fragment], known: dict[str, tuple[tuple[int, int], bytes]]
+) -> dict[str, ReplicaSet]:
+    """Returns ``Collected.replicas``. Uses and renews what is ``known``, as in ``History``."""
+    sets: dict[str, list[Fragment]] = {}
+    for fragment in fragments:
+        if fragment.replicated and fragment.span.numel:
+            sets.setdefault(fragment.replicated, []).append(fragment)
+    return {
+        label: ReplicaSet.of(members, [_digest_of_replica(member, known) for member in members])
+        for label, members in sets.items()
+    }
+
+
+def _digest_of_replica(fragment: Fragment, known: dict[str, tuple[tuple[int, int], bytes]]) -> bytes:
+    data = fragment.data
+    if not isinstance(data, torch.Tensor):
+        return b""
+    if fragment.part != PARAM or data.is_inference():
+        # Kernels of DeepSpeed change weights and moments without a change that torch counts.
+        return replica_digest(data)
+    changes = data.data_ptr(), data._version
+    before = known.get(fragment.key)
+    if before is None or before[0] != changes:
+        known[fragment.key] = before = changes, replica_digest(data)
+    return before[1]

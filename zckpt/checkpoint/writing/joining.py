@@ -1,0 +1,65 @@
+"""Sends trees of one rank to the other ranks, which join them. Engines need it whose ranks hold tensors of different
+names."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgpack
+import numpy as np
+import torch
+
+from zckpt.checkpoint.writing.collect import packed_tree
+from zckpt.engines import optimizer
+from zckpt.format import tree
+from zckpt.plan.inventory import EXTRA_STATE
+from zckpt.transfer.memory import host_bytes
+from zckpt.transfer.torch_dtypes import DTYPE_NAMES, TORCH_DTYPES
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from zckpt.checkpoint.writing.collect import Changes, Collected
+
+
+def packed_for_joining(collected: Collected, changes: Changes, *, leave_out: bool) -> bytes:
+    """Returns, in packed form, what ``joined`` needs of each rank. ``leave_out``: whether values that cannot be kept
+    are left out, and added to ``changes``. If not, it raises StateError."""
+    tensors: list[tuple[str, list[int], bytes]] = []
+
+    def keep(tensor: torch.Tensor) -> str:
+        data = tensor.detach().cpu().contiguous()
+        tensors.append((DTYPE_NAMES[tensor.dtype], list(tensor.shape), bytes(host_bytes(data))))
+        return str(len(tensors) - 1)
+
+    trees = {name: collected.state[name] for name in ("optimizer", EXTRA_STATE) if name in collected.state}
+    packed = packed_tree({"engine": trees}, "", keep, changes, leave_out=leave_out)
+    raw: bytes = msgpack.packb([packed, dict(collected.aliases), tensors])
+    return raw
+
+
+def joined(
+    state: Mapping[str, Any], of_ranks: Sequence[bytes], *, leave_out: bool
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Returns the state of an engine and its aliases with the tensors of all ranks. ``state``: that of one rank.
+    ``of_ranks``: what ``packed_for_joining`` has returned on each rank. ``leave_out``: whether the values of the first
+    rank count if ranks have different values of the same thing. If not, it raises StateError."""
+    unpacked = [_unpacked(raw) for raw in of_ranks]
+    aliases = {alias: name for _, of_rank in reversed(unpacked) for alias, name in of_rank.items()}
+    whole = dict(state)
+    if "optimizer" in whole:
+        whole["optimizer"] = optimizer.joined([trees["optimizer"] for trees, _ in unpacked], leave_out=leave_out)
+    extra = sorted({name for trees, _ in unpacked for name in trees.get(EXTRA_STATE, ())})
+    return whole | ({EXTRA_STATE: extra} if extra else {}), aliases
+
+
+def _unpacked(raw: bytes) -> tuple[Any, Any]:
+    packed, aliases, tensors = msgpack.unpackb(raw)
+
+    def get(kind: int, name: str) -> object:
+        dtype, shape, data = tensors[int(name)]
+        tensor = torch.empty(shape, dtype=TORCH_DTYPES[dtype], device="cpu")
+        host_bytes(tensor)[:] = np.frombuffer(data, np.uint8)
+        return tensor.numpy() if kind == tree.NDARRAY else tensor
+
+    return tree.unpack(packed, get, "the trees of a rank")["engine"], aliases

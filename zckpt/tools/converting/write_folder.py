@@ -1,0 +1,93 @@
+"""Writes the files of a folder in the format of another program from a checkpoint."""
+
+from __future__ import annotations
+
+from operator import attrgetter
+from typing import TYPE_CHECKING, Protocol
+
+from zckpt.plan.share import batches, shared_out
+from zckpt.progress import reported
+from zckpt.storage.space import Space
+from zckpt.tools.converting.source import values_of
+from zckpt.tools.exporting.checkpoint_source import CheckpointFiller
+from zckpt.tools.exporting.place import Place
+from zckpt.tools.exporting.write import WINDOW_BYTES_MAX, write_files
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from zckpt.checkpoint.listing.contents import TensorInfo
+    from zckpt.checkpoint.reading.checkpoint import Checkpoint
+    from zckpt.progress import Progress
+    from zckpt.ranks.collectives import Ranks
+    from zckpt.tools.exporting.plan import OutputFile
+    from zckpt.transfer.budget import Budget
+
+
+BATCH_FILES_MAX = 64
+"""The most files that are open at a time."""
+
+
+class FolderPlan(Protocol):
+    """The plan of a folder."""
+
+    @property
+    def infos(self) -> Mapping[str, TensorInfo]:
+        """The tensors of the checkpoint that are written, by a name."""
+
+    @property
+    def copies(self) -> Mapping[str, int]:
+        """For some of these, the number of the copy that is written."""
+
+    def files(self) -> Iterator[OutputFile]:
+        """Yields the plan of each file. A file is planned when it is asked for."""
+
+    def missing(self) -> tuple[str, ...]:
+        """Returns a phrase for each thing that the folder lacks."""
+
+
+def write_folder(
+    checkpoint: Checkpoint,
+    plan: FolderPlan,
+    choose: Callable[[], Place],
+    finish: Callable[[Place], None],
+    ranks: Ranks,
+    *,
+    budget: Budget | None,
+    progress: Progress | None,
+) -> tuple[str, ...]:
+    """Writes the files of a plan, and returns ``plan.missing()``. ``choose`` returns the place of the folder, and
+    ``finish`` puts the folder there, both on rank 0. The processes ``ranks`` share the files, and all of them have to
+    call this function. After an error, nothing of the folder remains."""
+    place = Place.of(*ranks.first(choose, "look at the destination"))
+
+    def measure() -> tuple[CheckpointFiller, list[tuple[str, int, int]], tuple[str, ...]]:
+        with values_of(checkpoint.path):
+            filler = CheckpointFiller(checkpoint, plan.infos, budget or checkpoint.budget, plan.copies)
+            return filler, [(file.name, file.nbytes, filler.nbytes([file])) for file in plan.files()], plan.missing()
+
+    filler, sizes, missing = ranks.together(measure, "plan the folder")
+    file_bytes = [nbytes for _, nbytes, _ in sizes]
+    own_files = {number for number, owner in enumerate(shared_out(file_bytes, ranks.size)) if owner == ranks.rank}
+
+    def write() -> None:
+        with reported(progress, "convert", sum(sizes[number][2] for number in own_files)) as filler.advance:
+            files_of_rank = (file for number, file in enumerate(plan.files()) if number in own_files)
+            # Threads are started for each batch, so a batch has several small files.
+            for files in batches(files_of_rank, attrgetter("nbytes"), WINDOW_BYTES_MAX, BATCH_FILES_MAX):
+                write_files(place.store, files, {}, filler, filler.budget)
+                for directory in {file.name.rpartition("/")[0] for file in files} - {""}:
+                    place.store.sync_names(directory)
+
+    try:
+        ranks.first(lambda: place.begin(name for name, _, _ in sizes), "prepare the place")
+        ranks.together(lambda: place.check_seen(ranks.job_rank), "look at the place")
+        space = ranks.first(lambda: Space.of(place.store, sum(file_bytes)), "look for space")
+        ranks.together(lambda: Space(*space).refuse_lack(), "look for space")
+        ranks.together(write, "convert")
+        ranks.first(lambda: finish(place), "put the folder in place")
+    except BaseException:
+        if ranks.rank == 0:
+            place.remove()
+        raise
+    return missing
