@@ -18,7 +18,7 @@ from tests.support.offloaded_engine import ALL, assert_as_before, damage, traine
 from tests.support.reference_engine import tensors_of
 from zckpt.offloading import away as away_module
 from zckpt.offloading import files, scratch
-from zckpt.offloading.away import away
+from zckpt.offloading.away import away_of
 from zckpt.ranks.collectives import Ranks
 from zckpt.testing import ReferenceEngine
 from zckpt.transfer import write as write_module
@@ -76,7 +76,7 @@ def test_with_auto_a_call_brings_back_what_it_needs(tmp_path: Path) -> None:
     engine, plain = trained(), trained()
     zckpt.offload(engine, tmp_path, auto=True)
     engine.backward()
-    out = away(engine)
+    out = away_of(engine)
     assert out is not None
     assert out.parts == {"master", "exp_avg", "exp_avg_sq"}
     engine.step()
@@ -112,7 +112,7 @@ def test_an_offload_that_moves_nothing_decides_auto_too(tmp_path: Path, auto: bo
             engine.step()
         zckpt.reload(engine)
     engine.train(1)
-    assert away(engine) is None
+    assert away_of(engine) is None
 
 
 def test_calls_without_anything_to_move(tmp_path: Path) -> None:
@@ -151,7 +151,7 @@ def test_parts_may_be_members_of_an_enum(tmp_path: Path) -> None:
     parts: list[Any] = [*Name]
     assert zckpt.offload(engine, tmp_path, parts=parts).parts == ("master", "exp_avg", "exp_avg_sq")
     zckpt.reload(engine, parts[:1])
-    out = away(engine)
+    out = away_of(engine)
     assert out is not None
     assert out.parts == {"exp_avg", "exp_avg_sq"}
 
@@ -162,7 +162,7 @@ def test_parts_may_be_a_generator(tmp_path: Path) -> None:
     assert zckpt.offload(engine, tmp_path, parts=parts).parts == ("param", "master")
     back: Any = (part for part in ("master",))
     zckpt.reload(engine, back)
-    out = away(engine)
+    out = away_of(engine)
     assert out is not None
     assert out.parts == {"param"}
 
@@ -247,7 +247,7 @@ def test_what_other_code_changes_during_an_offload_in_the_background_is_not_lost
     out.wait()
     for _ in range(len(changes)):
         change(expected.tensors[part]["wide"])
-    engine_away = away(engine)
+    engine_away = away_of(engine)
     assert engine_away is not None
     moved = {moved_part for moved in engine_away.moved for moved_part in moved.parts}
     still_there = sum(tensor.nbytes for tensor in engine.tensors[part].values())
@@ -359,7 +359,7 @@ def test_a_failed_offload_leaves_earlier_offloads_in_place(
         patched.setattr(scratch._ScratchWriter, "write", fail)
         with pytest.raises(zckpt.StorageError, match=f"broken.*{tmp_path}"):
             zckpt.offload(engine, tmp_path, background=background).wait()
-    engine_away = away(engine)
+    engine_away = away_of(engine)
     assert engine_away is not None
     assert engine_away.parts == {"param"}
     zckpt.reload(engine)
@@ -426,7 +426,7 @@ def test_damage_is_named_and_the_engine_waits_for_a_restore(tmp_path: Path) -> N
     damage(engine, "exp_avg", "wide", 4 * 500_000)
     with pytest.raises(zckpt.DigestError, match=r"(?s)bytes \[.*key exp_avg/wide\).*zckpt\.restore"):
         zckpt.reload(engine)
-    still_away = away(engine)
+    still_away = away_of(engine)
     assert still_away is not None
     assert still_away.parts == {"exp_avg"}
     for call in (engine.step, engine.backward, lambda: zckpt.write(engine, tmp_path / "other")):
@@ -477,7 +477,7 @@ def test_without_verification_damage_is_not_noticed(tmp_path: Path) -> None:
     zckpt.offload(engine, tmp_path)
     damage(engine, "master", "odd")
     zckpt.reload(engine, verify=False)
-    assert away(engine) is None
+    assert away_of(engine) is None
 
 
 @pytest.mark.parametrize("how", ["closed", "another file", "cut off"])
@@ -486,7 +486,7 @@ def test_a_lost_file_is_named(tmp_path: Path, how: str) -> None:
     zckpt.write(engine, tmp_path / "ck")
     before = tensors_of(engine)
     zckpt.offload(engine, tmp_path)
-    out = away(engine)
+    out = away_of(engine)
     assert out is not None
     saved = next(storage.saved for storage in out.moved if storage.parts == ("exp_avg_sq",))
     assert saved is not None
@@ -513,7 +513,7 @@ def test_a_lost_state_is_named_by_its_own_key(tmp_path: Path) -> None:
     engine = ReferenceEngine({"one": (1,), "wide": (1024, 1025)}, seed=0)
     engine.train(2)
     zckpt.offload(engine, tmp_path, parts=["exp_avg_sq"])
-    out = away(engine)
+    out = away_of(engine)
     assert out is not None
     assert [storage.name for storage in out.moved] == ["one", "wide"]
     assert out.moved[0].saved is not None

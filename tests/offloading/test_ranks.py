@@ -20,8 +20,8 @@ from tests.support.reference_engine import tensors_of
 from tests.support.runs import everything
 from tests.support.scratch import flip_a_bit
 from zckpt.engines import adapt
+from zckpt.engines.away import away
 from zckpt.offloading import files
-from zckpt.offloading.away import away
 from zckpt.testing import ReferenceEngine
 from zckpt.transfer import write
 

@@ -18,7 +18,7 @@ from tests.support.memory import memory
 from tests.support.offloaded_engine import SHAPES, assert_as_before, trained
 from tests.support.reference_engine import tensors_of
 from zckpt.offloading import scratch
-from zckpt.offloading.away import away, storages
+from zckpt.offloading.away import away_of, storages
 from zckpt.plan.inventory import Holding
 from zckpt.system import linux
 from zckpt.system.threads import Worker
@@ -74,7 +74,7 @@ def test_the_space_is_free_before_the_next_offload_writes(tmp_path: Path, monkey
         return create(self, *args, **options)
 
     zckpt.offload(engine, tmp_path)
-    own_files = {storage.saved.file._fd for storage in away(engine).moved if storage.saved is not None}  # type: ignore[union-attr]
+    own_files = {storage.saved.file._fd for storage in away_of(engine).moved if storage.saved is not None}  # type: ignore[union-attr]
     files = open_files()
     monkeypatch.setattr(scratch.ScratchFile, "close", late_close)
     monkeypatch.setattr(scratch.ScratchStore, "create", created)
@@ -193,7 +193,7 @@ def test_an_offload_of_any_part_goes_past_the_page_cache(tmp_path: Path) -> None
     engine = ReferenceEngine({"wide": (2000, 1000)})
     before = tensors_of(engine)
     zckpt.offload(engine, tmp_path)
-    out = away(engine)
+    out = away_of(engine)
     assert out is not None
     shares = cached_shares(out)
     assert shares.keys() >= {"param", "master", "exp_avg"}
@@ -207,7 +207,7 @@ def test_the_next_part_is_read_ahead(tmp_path: Path) -> None:
     before = tensors_of(engine)
     zckpt.offload(engine, tmp_path)
     zckpt.reload(engine, ["param"])
-    out = away(engine)
+    out = away_of(engine)
     assert out is not None
     for worker in out._ahead:
         worker.wait()

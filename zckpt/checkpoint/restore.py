@@ -19,6 +19,7 @@ from zckpt.checkpoint.restoring.peers import Peers
 from zckpt.checkpoint.restoring.plan import Request, RestorePlan, check_settings, plan_restore
 from zckpt.checkpoint.tiers.choice import Chosen, choose
 from zckpt.engines import adapt, engine_of, group_of
+from zckpt.engines.away import away, tensors_in_memory
 from zckpt.engines.history import note_restore
 from zckpt.engines.registered import registered
 from zckpt.errors import (
@@ -30,8 +31,6 @@ from zckpt.errors import (
     UnfinishedWriteError,
     warn,
 )
-from zckpt.offloading.away import away, tensors_in_memory
-from zckpt.offloading.offload import bring_back_to_restore
 from zckpt.plan.lineage import Use
 from zckpt.plan.select import by_part, several
 from zckpt.progress import Progress, logged, reported
@@ -268,7 +267,9 @@ def restore_engine(engine: object, path: Place, request: Request) -> tuple[Resto
         if first is not None:
             raise _mismatch(plan, first, same_as, ranks)
         kept = {fragment.key for fragment in plan.match.wanted} - {fragment.key for fragment in plan.match.filled}
-        bring_back_to_restore(engine, kept, ranks, request.budget)
+        out = away(engine)
+        if out is not None:
+            out.bring_back_to_restore(kept, ranks, request.budget)
         rank_of_writer = ranks.rank if plan.checkpoint.world_size == ranks.size else None
         ranks.together(lambda: _change(plan, rank_of_writer, request), "restore")
         # ``finish`` uses collectives of its own, so no rank may skip them, not even after an interrupt.
@@ -283,7 +284,6 @@ def restore_engine(engine: object, path: Place, request: Request) -> tuple[Resto
         except BaseException as error:  # It is raised again below, where the other ranks learn of it.
             errors.append(error)
         ranks.together(lambda: _raise_first(errors), "restore")
-        out = away(engine)
         if out is not None:
             out.settled((), {})  # The lost states were restored.
         ranks.together(lambda: _load_registered(engine, plan, request, ranks), "load what is registered")

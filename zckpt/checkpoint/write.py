@@ -7,19 +7,19 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
 
 from zckpt.checkpoint.background import PendingWrite, is_ending, wait_for
+from zckpt.checkpoint.cleaning.older import remove_older
 from zckpt.checkpoint.listing.leftovers import left_alone
 from zckpt.checkpoint.tiers import queue
 from zckpt.checkpoint.tiers.upload import Upload, place_there, run_there
 from zckpt.checkpoint.writing.options import WriteOptions
 from zckpt.checkpoint.writing.prepare import Facts, Preparation
 from zckpt.engines import engine_of, group_of
+from zckpt.engines.away import away
 from zckpt.errors import warn
-from zckpt.offloading.away import away
 from zckpt.plan.inventory import PARAM
 from zckpt.ranks.collectives import BACKGROUND, UPLOADS, Ranks
 from zckpt.storage.location import Location
 from zckpt.storage.schemes import open_store
-from zckpt.tools.prune import remove_older
 from zckpt.transfer.snapshot import Snapshot
 
 if TYPE_CHECKING:

@@ -1,0 +1,1 @@
+"""What zckpt does inside of DeepSpeed, Trainer, Accelerate and Lightning, for users who call their functions."""

@@ -7,12 +7,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from threading import Event
-from typing import TYPE_CHECKING
-from weakref import WeakValueDictionary
+from typing import TYPE_CHECKING, cast
 
+from zckpt.engines.away import AWAY, away, storages_on_disk
+from zckpt.engines.away import Away as Contract
 from zckpt.engines.hooks import before_calls
 from zckpt.errors import FormatError, OffloadedError, StorageError, UnsupportedError, ZckptError, first_few
-from zckpt.format.names import Tier
 from zckpt.offloading.files import Moved, read_back
 from zckpt.offloading.memory import fresh_memory, give_memory, is_movable, is_pinned, take_memory
 from zckpt.offloading.parts import in_order
@@ -24,56 +24,24 @@ from zckpt.system.threads import Worker, stop
 from zckpt.transfer.memory import not_plain
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     import torch
 
     from zckpt.engines.contract import EngineAdapter, UsingMethod
     from zckpt.offloading.scratch import ScratchRange
-    from zckpt.plan.inventory import Fragment, Holding
+    from zckpt.plan.inventory import Holding
+    from zckpt.ranks.collectives import Ranks
     from zckpt.transfer.budget import Budget
 
 LOST_HINT = "restore the engine from a checkpoint: zckpt.restore(engine, path)"
 READ_AHEAD_BYTES = 128 << 10
 """How many bytes one call asks the kernel to read ahead. It reads no more than this."""
 
-_AWAY = "_zckpt_away"
-"""The name of the attribute of an engine that has its ``Away``. A table of all engines would keep them alive, because
-an ``Away`` refers to its engine."""
-_storages: WeakValueDictionary[int, Moved] = WeakValueDictionary()
-"""All storages that are on disk, by the address of torch's own object for the storage, which exists as long as the
-storage."""
-
-
-def away(engine: object) -> Away | None:
-    """Returns what of an engine is on disk, or None if all of it is in memory."""
-    return getattr(engine, _AWAY, None)
-
-
-def place_of(tensor: torch.Tensor) -> FileRange | None:
-    """Returns the range of the scratch file that has the bytes of a contiguous tensor, or None if they are not in such
-    a file."""
-    moved = None if not _storages or not_plain(tensor) else moved_from(tensor.untyped_storage())
-    if moved is None:
-        return None
-    return moved.file_range(int(tensor.storage_offset()) * tensor.itemsize, tensor.numel() * tensor.itemsize)
-
-
-def where_they_are(fragments: Iterable[Fragment]) -> list[Fragment]:
-    """Returns ``fragments``. If the tensor of a fragment is on disk, its data is the range of the scratch file that has
-    the values."""
-    found = [*fragments]
-    # Mostly no storage is on disk. Then the tensors are not looked at, because there may be very many.
-    for number, fragment in enumerate(found if _storages else ()):
-        place = None if isinstance(fragment.data, FileRange | None) else place_of(fragment.data)
-        if place is not None:
-            found[number] = fragment._replace(tier=Tier.NVME, data=place)
-    return found
-
 
 def moved_from(storage: torch.UntypedStorage) -> Moved | None:
     """Returns the record of a storage that is on disk, or None if it is in memory."""
-    return _storages.get(storage._cdata)
+    return cast("Moved | None", storages_on_disk.get(storage._cdata))
 
 
 def storage_of(holding: Holding) -> torch.UntypedStorage:
@@ -83,16 +51,6 @@ def storage_of(holding: Holding) -> torch.UntypedStorage:
     if why is not None:
         raise UnsupportedError(f"{holding.part}/{holding.name} {why}")
     return holding.data.untyped_storage()
-
-
-def tensors_in_memory(adapter: EngineAdapter, parts: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields a name and the tensor of each holding of these parts that is not on disk."""
-    for holding in adapter.memory():
-        data = holding.data
-        if holding.part not in parts or isinstance(data, FileRange):
-            continue
-        if not_plain(data) or moved_from(data.untyped_storage()) is None:
-            yield f"{holding.part}/{holding.name}", data
 
 
 def storages(adapter: EngineAdapter, parts: Collection[str]) -> list[Moved]:
@@ -109,7 +67,7 @@ def storages(adapter: EngineAdapter, parts: Collection[str]) -> list[Moved]:
     for cdata, (storage, on_it) in found.items():
         own_parts, workspace = {holding.part for holding in on_it}, all(holding.workspace for holding in on_it)
         in_tree = any(holding.in_tree for holding in on_it)
-        if own_parts <= {*parts} and not in_tree and cdata not in _storages and is_movable(storage, locked):
+        if own_parts <= {*parts} and not in_tree and cdata not in storages_on_disk and is_movable(storage, locked):
             moved.append(Moved(storage, in_order(own_parts), on_it[0].name, is_pinned(storage), workspace))
     return moved
 
@@ -163,16 +121,12 @@ class Back:
     """The first error, if there was one."""
 
 
-class Away:
-    """What this rank has moved from the memory of one engine to disk. ``parts`` and ``lost`` are the same on all
-    ranks."""
+class Away(Contract):
+    """The storages of one engine that this rank has moved to disk, and the guard of the engine's methods."""
 
     def __init__(self, engine: object, uses: Iterable[UsingMethod]) -> None:
         """``uses`` are the calls of the engine that use the state."""
-        self.parts: frozenset[str] = frozenset()
-        """The parts that are on disk on any rank."""
-        self.lost: dict[str, str] = {}
-        """Maps the keys of tensors that no reload can bring back to the reason why."""
+        self.parts, self.lost = frozenset(), {}
         self.bring_back: Callable[[str, Collection[str]], None] | None = None
         """Brings parts back for a call that uses them, on all ranks. Its arguments are the name of the call and the
         parts. If it is None, such a call is refused."""
@@ -186,21 +140,19 @@ class Away:
         self._undo = before_calls(
             (use.owner, use.method, partial(self._check, use.called or use.method, use.parts)) for use in uses
         )
-        setattr(engine, _AWAY, self)
+        setattr(engine, AWAY, self)
 
     def settled(self, parts: Iterable[str], lost: Mapping[str, str]) -> None:
-        """Notes, on all ranks, which parts are on disk and which keys are lost. If there are none, nothing is guarded
-        any more."""
         self.parts, self.lost = frozenset(parts), dict(lost)
         if not self.parts and not self.lost:
             self._undo()
-            vars(self._engine).pop(_AWAY, None)
+            vars(self._engine).pop(AWAY, None)
 
     def detach(self, moved: Sequence[Moved]) -> None:
         """Takes the memory away from storages that have been written, so that other code cannot change it any more."""
         for record in moved:
             record.memory = take_memory(record.storage)
-            _storages[record.storage._cdata] = record
+            storages_on_disk[record.storage._cdata] = record
         self.moved += moved
 
     def attach(self, moved: Sequence[Moved]) -> None:
@@ -260,7 +212,7 @@ class Away:
         for record, fresh in zip(moved, memory, strict=True):
             give_memory(record.storage, fresh)
             record.memory = None
-            _storages.pop(record.storage._cdata, None)
+            storages_on_disk.pop(record.storage._cdata, None)
         self.moved = [record for record in self.moved if record not in {*moved}]
         used = {record.saved for record in self.moved}
         close_in_background(
@@ -283,9 +235,18 @@ class Away:
         self.bring_back(call, out)
 
     def refuse_lost(self, call: str) -> None:
-        """Raises OffloadedError if a tensor is lost."""
         if self.lost:
             key, why = next(iter(self.lost.items()))
             raise OffloadedError(
                 f"{call}: {first_few([*self.lost], 3)} could not be brought back: {why}", key=key, hint=LOST_HINT
             )
+
+    def bring_back_to_restore(self, kept: Collection[str], ranks: Ranks, budget: Budget | None) -> None:
+        from zckpt.offloading.offload import bring_back_to_restore
+
+        bring_back_to_restore(self._engine, self, kept, ranks, budget)
+
+
+def away_of(engine: object) -> Away | None:
+    """Returns what ``zckpt.offload`` has moved of an engine, or None if all of it is in memory."""
+    return cast("Away | None", away(engine))

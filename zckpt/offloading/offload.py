@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from zckpt.checkpoint.background import Background, wait_for
 from zckpt.engines import adapt, group_of
 from zckpt.errors import MismatchError, RankError, ZckptError, first_few
-from zckpt.offloading.away import LOST_HINT, Away, Back, away, storages
+from zckpt.offloading.away import LOST_HINT, Away, Back, away_of, storages
 from zckpt.offloading.files import unchanged, write_out
 from zckpt.offloading.memory import check_supported, give_back
 from zckpt.offloading.parts import asked_for, chosen, in_order, movable, next_in_use
@@ -199,7 +199,7 @@ def _reload(
     """``call``: what every rank has to call, for messages."""
     ranks = Ranks(group_of(engine), call=call)
     wait_for(ranks)
-    out = away(engine)
+    out = away_of(engine)
     if out is None:
         chosen(asked_for(parts), movable(adapt(engine).parts))  # This raises ValueError for an unknown part.
         return
@@ -256,13 +256,10 @@ def offloaded(
     reload(engine, moved.parts, budget=budget)
 
 
-def bring_back_to_restore(engine: object, kept: Collection[str], ranks: Ranks, budget: Budget | None) -> None:
-    """Brings back everything that is offloaded, before a restore. This is collective. A state that is lost gets memory
-    again, but not its values. ``kept``: the keys of the tensors that the restore does not set. Raises MismatchError if
-    one of these is lost, and the errors of ``reload``."""
-    out = away(engine)
-    if out is None:
-        return
+def bring_back_to_restore(
+    engine: object, out: Away, kept: Collection[str], ranks: Ranks, budget: Budget | None
+) -> None:
+    """Does what ``Away.bring_back_to_restore`` says, for the engine whose state ``out`` has."""
     rank_reload = _RankReload(engine, out, None, budget)
     ranks.together(lambda: rank_reload.prepare(None), "bring the state back")
     rank_reload.bring(ranks)
@@ -301,7 +298,7 @@ class _RankOffload:
         self.directory = os.fspath(directory)
         adapter = self._adapter = adapt(self._engine)
         adapter.refuse_unsupported(drop_gradients=True, leave_out=True)
-        out = away(self._engine)
+        out = away_of(self._engine)
         if out is not None:
             out.refuse_lost("zckpt.offload")
         self._moved = storages(adapter, chosen(requested, movable(adapter.parts)))
@@ -311,7 +308,7 @@ class _RankOffload:
 
     def begin(self, pending: Background | None) -> None:
         """Makes every call that uses the engine wait for ``pending``, and check what is offloaded, from now on."""
-        out = away(self._engine) or Away(self._engine, self._adapter.uses())
+        out = away_of(self._engine) or Away(self._engine, self._adapter.uses())
         if pending is not None:
             pending.stand_by()
             out.wait = pending.settle
@@ -324,7 +321,7 @@ class _RankOffload:
     def detach(self, *, compare: bool) -> None:
         """Takes the memory away from the engine. With ``compare``, gives back what other code has changed since it was
         written."""
-        out = away(self._engine)
+        out = away_of(self._engine)
         assert out is not None, "``begin`` was called"
         synchronize(self._adapter.devices)
         out.detach(self._moved)
@@ -339,7 +336,7 @@ class _RankOffload:
             self._moved = same
 
     def free(self, parts: Collection[str]) -> None:
-        out = away(self._engine)
+        out = away_of(self._engine)
         assert out is not None, "``begin`` was called"
         out.free(parts)
         self.decide_auto()
@@ -347,7 +344,7 @@ class _RankOffload:
 
     def decide_auto(self) -> None:
         """Decides, for everything that is offloaded, whether a call that uses it brings it back."""
-        out = away(self._engine)
+        out = away_of(self._engine)
         if out is not None:
             out.bring_back = self._bring_back if self._auto else None
 
@@ -358,7 +355,7 @@ class _RankOffload:
     def give_up(self) -> None:
         for moved in self._moved:
             moved.drop()
-        out = away(self._engine)
+        out = away_of(self._engine)
         if out is not None:
             detached = [moved for moved in self._moved if moved.memory is not None]
             if detached:

@@ -15,7 +15,7 @@ from tests.support.lora import make_engine as make_adapters
 from tests.support.plain_engine import Engine
 from tests.support.states import same_all
 from zckpt.engines import adapt
-from zckpt.offloading.away import away
+from zckpt.engines.away import away
 from zckpt.plan.inventory import EXTRA_STATE
 
 if TYPE_CHECKING:

@@ -11,13 +11,13 @@ import numpy as np
 import torch
 
 from zckpt.checkpoint.writing.plain import Sieve, is_told, number, number_key, plain, plain_key
+from zckpt.engines.away import where_they_are
 from zckpt.engines.contract import left_out
 from zckpt.errors import StateError
 from zckpt.format import names, tree
 from zckpt.format.digest import digest
 from zckpt.format.names import Tier
 from zckpt.geometry import all_of
-from zckpt.offloading.away import where_they_are
 from zckpt.plan.inventory import BUFFER, PARAM, RESERVED_PARTS, STATE, Fragment
 from zckpt.plan.lineage import Use, use_of
 from zckpt.plan.replicas import ReplicaSet

@@ -22,13 +22,13 @@ from zckpt.checkpoint.writing.rank_write import RankWrite, join
 from zckpt.checkpoint.writing.reuse import LATEST, SameFile, earlier_checkpoint, reused
 from zckpt.checkpoint.writing.saves import saves_of
 from zckpt.engines import readable
+from zckpt.engines.away import away
 from zckpt.engines.history import claim, history_of, note_write, run_id_of_next_write
 from zckpt.engines.peft import adapter_configs
 from zckpt.engines.registered import with_registered
 from zckpt.errors import RankError, StateError, UnsupportedError, ZckptError, first_few, warn
 from zckpt.format import names
 from zckpt.format.digest import BLOCK_BYTES, DIGEST_BYTES, digest
-from zckpt.offloading.away import away
 from zckpt.plan import catalog
 from zckpt.plan.data_files import plan_data_files
 from zckpt.plan.inventory import BUFFER

@@ -7,7 +7,7 @@ with an object ``mpu`` that knows the ranks, has three attributes on each parame
 ``partition_stride``. With a stride of n, the dimension is n equal parts one after another, such as the gate and the up
 projection of an MLP, and each of them is cut. If no parameter has these attributes, the module may describe the cuts as
 DeepSpeed's Universal Checkpoint has it: by ``universal_checkpoint_info``, a dict of patterns of names. DeepSpeed's
-folders have these maps and patterns too: ``zckpt/tools/converting/deepspeed_cuts.py`` finds those of a parameter there, and
+folders have these maps and patterns too: ``tools/converting/deepspeed_cuts.py`` finds those of a parameter there, and
 calls the functions in this file that make a ``Cut`` of them.
 """
 

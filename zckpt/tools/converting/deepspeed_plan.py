@@ -1,7 +1,7 @@
 """Plans from a checkpoint, as trees, the files of a folder in DeepSpeed's own format, for any stage and world size.
 
 The functions of deepspeed_flats.py know where DeepSpeed keeps each parameter. The scalars of each flat buffer are
-looked up as in a restore. Where DeepSpeed's trees have a tensor, these trees have a ``View`` (tools/exporting/torch_file.py).
+looked up as in a restore. Where DeepSpeed's trees have a tensor, these trees have a ``View`` (torch_file.py).
 """
 
 from __future__ import annotations

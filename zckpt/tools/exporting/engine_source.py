@@ -11,9 +11,9 @@ import numpy as np
 from torch.distributed.fsdp import FSDPModule
 
 from zckpt.engines import adapt
+from zckpt.engines.away import away, where_they_are
 from zckpt.engines.peft import adapter_configs
 from zckpt.geometry import Grid
-from zckpt.offloading.away import away, where_they_are
 from zckpt.plan.inventory import BUFFER, PARAM, WEIGHT_PARTS, unconverted
 from zckpt.plan.reshard import StoredPieces
 from zckpt.tools.exporting.plan import SourceTensor
