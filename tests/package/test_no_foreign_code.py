@@ -39,6 +39,7 @@ ALLOWED = {
     "frameworks/patches.py": {"importlib", BY_A_NAME},  # replaces functions of modules that a table in its code names
     "frameworks/zero_to_fp32.py": {BY_A_NAME},  # by a table in its code
     "cli/__init__.py": {"importlib"},  # imports commands, by a table in its code
+    "cli/doctor.py": {BY_A_NAME},  # devices of torch and limits of the system, by lists in its code
     "cli/run.py": {"importlib", "runpy"},  # runs the script of a user
     "tools/converting/deepspeed_flats.py": {BY_A_NAME},  # a dtype of torch
     "tools/converting/deepspeed_plan.py": {BY_A_NAME},  # a dtype of torch

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -106,7 +105,7 @@ def statistics(
     ``advance`` is called with the number of bytes that have been read. Raises FormatError and StorageError."""
     results = [Statistics() for _ in infos]
     checkpoint.contents.check_sizes(infos)
-    for batch in batches(chosen, attrgetter("nbytes"), STRETCH_BYTES, BATCH_STRETCHES_MAX):
+    for batch in batches(chosen, lambda item: item.nbytes, STRETCH_BYTES, BATCH_STRETCHES_MAX):
         requests = [ReadRequest.fresh(stretch.info, stretch.span) for stretch in batch]
         checkpoint.read(requests, advance=advance)
         for stretch, request in zip(batch, requests, strict=True):

@@ -6,7 +6,6 @@ import threading
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -154,7 +153,7 @@ class Comparison:
         lock = threading.Lock()
         limit = slice_bytes(self.budget, max(self.a.manifest.block_bytes, self.b.manifest.block_bytes))
         # Each process finds the same batches, in the same order.
-        all_batches = batches(self._slices(pairs, limit), attrgetter("nbytes"), limit, BATCH_SLICES_MAX)
+        all_batches = batches(self._slices(pairs, limit), lambda item: item.nbytes, limit, BATCH_SLICES_MAX)
         own_batches = list(islice(all_batches, self.number, None, self.size))
         total = 2 * sum(pair_slice.nbytes for batch in own_batches for pair_slice in batch)
 

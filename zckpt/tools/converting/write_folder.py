@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from operator import attrgetter
 from typing import TYPE_CHECKING, Protocol
 
 from zckpt.plan.share import batches, shared_out
@@ -74,7 +73,7 @@ def write_folder(
         with reported(progress, "convert", sum(sizes[number][2] for number in own_files)) as filler.advance:
             files_of_rank = (file for number, file in enumerate(plan.files()) if number in own_files)
             # Threads are started for each batch, so a batch has several small files.
-            for files in batches(files_of_rank, attrgetter("nbytes"), WINDOW_BYTES_MAX, BATCH_FILES_MAX):
+            for files in batches(files_of_rank, lambda item: item.nbytes, WINDOW_BYTES_MAX, BATCH_FILES_MAX):
                 write_files(place.store, files, {}, filler, filler.budget)
                 for directory in {file.name.rpartition("/")[0] for file in files} - {""}:
                     place.store.sync_names(directory)

@@ -11,7 +11,6 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import reduce
 from itertools import groupby, islice
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
@@ -131,7 +130,7 @@ def look(
     for chain in chains:
         for n in chain.numbers:
             values_of_each[n][chain.key] = TensorStatistics(update=None if n == chain.first else Statistics())
-    all_batches = batches(_portions(checkpoints, chains), attrgetter("nbytes"), STRETCH_BYTES, BATCH_STRETCHES_MAX)
+    all_batches = batches(_portions(checkpoints, chains), lambda item: item.nbytes, STRETCH_BYTES, BATCH_STRETCHES_MAX)
     own_batches = list(islice(all_batches, number, None, size))
     portions = [portion for batch in own_batches for portion in batch]
     total = sum(portion.nbytes * (len(portion.chain.infos) - len(portion.chain.equal)) for portion in portions)
