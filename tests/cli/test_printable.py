@@ -53,6 +53,7 @@ CASES: dict[str, list[list[str]]] = {
     ],
     "gc": [[RUN, "--dry-run"], [RUN, "--json", "--dry-run"], [RUN], [GONE], [RUN, "--discard", EVIL], [EVIL]],
     "prune": [[RUN, "--keep-last", "1", "--dry-run"], [RUN, "--keep-last", "1", "--json"], [GONE, "--keep-last", "1"]],
+    "doctor": [[RUN], [RUN, "--json"], [f"{EVIL}file"], [RUN, EVIL]],
     "run": [[GONE], ["-m", EVIL], [f"{EVIL}dir"], [f"{EVIL}.py"], [EVIL, "--full-every", EVIL]],
     "completion": [["bash"], [EVIL]],
 }  # fmt: skip

@@ -36,7 +36,7 @@ from zckpt.format import names, packed
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-SOUND = Path(__file__).parents[1] / "broken" / "sound"
+SOUND = Path(__file__).parents[2] / "broken" / "sound"
 DATA = "data-0123456789abcdef"
 MIB = 1 << 20
 

@@ -212,7 +212,7 @@ def test_ranks_share_the_work_and_each_gets_the_report(cluster: Cluster, tmp_pat
     for report, _ in cluster.run(together, 2, str(path), init=True):
         rules = [(entry["rule"], entry["key"]) for entry in json.loads(report)["findings"]]
         assert rules == [("D003", "exp_avg_sq/a"), ("D003", "exp_avg_sq/b")]
-    path = Path(__file__).parents[1] / "broken" / "T001-key"  # The tree that all ranks share is damaged.
+    path = Path(__file__).parents[2] / "broken" / "T001-key"  # The tree that all ranks share is damaged.
     for report, _ in cluster.run(together, 2, str(path), init=True):
         assert [entry["rule"] for entry in json.loads(report)["findings"]] == ["T001"]
 
