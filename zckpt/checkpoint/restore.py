@@ -166,11 +166,13 @@ def restore(
     Parameters that were frozen and are trained now, or the reverse, can be restored with ``strict=False``. Then
     ``master`` is converted from ``param``, and ``param`` from ``master``. If a weight is restored and the checkpoint
     has no moments for it, because it was frozen, its moments begin at zero, and a warning says so. A parameter whose
-    weight is kept keeps its moments. The parameters of one param group share their settings. Parameters whose steps
-    DeepSpeed counts together, such as all those of one partition, share a step. If the checkpoint has settings or a
-    step for one of these parameters, and that parameter is restored, all of them take these values, and the moments
-    that were kept count with that step from then on. Otherwise the settings stay as they are. The step also stays as it
-    is if all of these weights are kept; if one of them is restored, the step begins at 0.
+    weight is kept keeps its moments.
+
+    The parameters of one param group share their settings. Parameters whose steps DeepSpeed counts together, such as
+    all those of one partition, share a step. If one of these parameters is restored and the checkpoint has settings or
+    a step for it, the whole group gets them. So moments that were kept are used with the restored step from then on. If
+    the checkpoint has no settings for any restored parameter of the group, the settings stay as they are. If it has no
+    step, the step stays as it is while all weights of the group are kept, and begins at 0 if one is restored.
 
     Args:
         engine: the engine that ``deepspeed.initialize`` has returned, a ``zckpt.TrainState``, or a tuple ``(model,

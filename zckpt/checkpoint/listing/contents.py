@@ -514,8 +514,8 @@ class Contents(Mapping[str, TensorInfo]):
 
     def pieces_of_ranks(self, rows: Sequence[Ints], ranks: Sequence[int]) -> Iterator[tuple[int, FilePieces]]:
         """Yields each of ``ranks``, which are ascending, with the pieces of some rows that are in its files, in the
-        order of files and offsets. ``rows`` is as for ``pieces_of_parts``. It looks at the index once for as many ranks
-        as have ``RANK_PIECES`` together, so the pieces of all ranks are never in memory."""
+        order of files and offsets. ``rows`` is as for ``pieces_of_parts``. The ranks are taken in groups, each of which
+        has about ``RANK_PIECES`` pieces. Each group is one pass over the index, and only its pieces are in memory."""
         rank_of = np.array(self.manifest.files.rank, np.int64)
         together = max(RANK_PIECES * self.manifest.world_size // max(self._piece_count, 1), 1)
         for first in range(0, len(ranks), together):
