@@ -241,10 +241,9 @@ class Creator(Protocol):
     def create(self, path: str, nbytes: int, *, direct: bool, reserve: bool = True) -> Writer:
         """Makes a new file and returns its writer. Nobody else makes a file of this path at the same time. If there is
         a file already, it is replaced once ``close`` has returned after ``sync``, or StorageError is raised. zckpt
-        replaces only exports and reports in this way, and on file systems none at all. At least ``nbytes`` bytes will
-        be written, so the length of the file does not depend on this number. With ``reserve``, a lack of space for them
-        should raise an error here already. Without it, the file may share its pages with another one, and then needs no
-        space. ``direct`` asks that the file be written past all caches, if the store can do this."""
+        replaces only exports and reports in this way, and on file systems none at all. ``nbytes`` is how many bytes
+        will be written at least. With ``reserve``, a lack of space for them should raise an error here already. Without
+        it, the file may share its pages with another one, and then needs no space. ``direct`` asks that the file be written past all caches, if the store can do this."""
 
     def open_range(self, path: str, *, direct: bool) -> Writer:
         """Opens a file that ``Store.make`` has made, to write whole pages of it. Other processes of this host write
