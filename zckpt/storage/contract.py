@@ -243,7 +243,8 @@ class Creator(Protocol):
         a file already, it is replaced once ``close`` has returned after ``sync``, or StorageError is raised. zckpt
         replaces only exports and reports in this way, and on file systems none at all. ``nbytes`` is how many bytes
         will be written at least. With ``reserve``, a lack of space for them should raise an error here already. Without
-        it, the file may share its pages with another one, and then needs no space. ``direct`` asks that the file be written past all caches, if the store can do this."""
+        it, the file may share its pages with another one, and then needs no space. ``direct`` asks that the file be
+        written past all caches, if the store can do this."""
 
     def open_range(self, path: str, *, direct: bool) -> Writer:
         """Opens a file that ``Store.make`` has made, to write whole pages of it. Other processes of this host write
