@@ -64,17 +64,21 @@ LARGER = 1000
 SMALL, LARGE = "small tensors", "large tensors"
 PACKAGE = f"{Path(zckpt.__file__).parent}/"
 STEPS = {
-    "adapter": ("api/", "engines/", "writing/", "restoring/", "state/", "offloading/", "transfer/memory"),
-    "agreement": ("ranks/", "plan/replicas"),
+    "adapter": (
+        "checkpoint/write", "checkpoint/writing/", "checkpoint/restore", "checkpoint/restoring/",
+        "checkpoint/state_dict", "checkpoint/background", "engines/", "plan/inventory", "plan/lineage", "plan/machines",
+        "offloading/", "transfer/memory",
+    ),
+    "agreement": ("ranks/", "plan/replicas", "plan/together"),
     "layout": ("plan/data_files", "plan/writes", "geometry"),
     "header": ("format/data_file", "format/names"),
     "trees": ("format/tree", "format/packed"),
     "index": ("plan/catalog", "format/index", "format/manifest", "format/fields"),
-    "targets": ("listing/", "reading/", "plan/select"),
+    "targets": ("checkpoint/listing/", "checkpoint/reading/", "checkpoint/open", "plan/select"),
     "read plan": ("plan/reshard", "plan/reads"),
     "transfer": ("transfer/", "storage/", "system/", "format/digest", "progress"),
-}
-"""The steps of the profile, and the modules of zckpt that do them."""
+}  # fmt: skip
+"""The steps of the profile, and how the paths begin of the modules of zckpt that do them."""
 RANKS_OF: dict[str, Ranks] = {}
 """The fragments that each rank holds, by label. It is global so that the forked processes inherit it."""
 

@@ -56,3 +56,17 @@ def test_links_and_paths_lead_somewhere(text: Path) -> None:
     paths = re.findall(r"`((?:bench|docs|fuzz|spec|tests|zckpt)/[\w/.]+)`", content)
     assert [link for link in links if not (text.parent / link).exists()] == []
     assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+@pytest.mark.parametrize("text", [*TEXTS, ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md"], ids=lambda text: text.name)
+def test_links_to_headings_lead_somewhere(text: Path) -> None:
+    links = re.findall(r"\]\(([^)#:]*)#([^)]+)\)", text.read_text())
+    pages = [(text.parent / path if path else text, heading) for path, heading in links]
+    assert [(page, heading) for page, heading in pages if page.suffix == ".md" and heading not in anchors(page)] == []
+
+
+def anchors(page: Path) -> set[str]:
+    """Returns the names by which links can refer to the headings of a page."""
+    prose = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", prose, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading).lower().replace(" ", "-") for heading in headings}

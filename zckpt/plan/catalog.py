@@ -108,10 +108,10 @@ def rank_record(rank: int, plans: Iterable[DataFilePlan], digest: bytes = bytes(
     files: list[FileRecord] = []
     for plan in plans:
         fragments, pieces = plan.fragments, plan.pieces
-        named = ((f.name, f.dtype, f.span.grid) for f in fragments)
+        kinds = [(f.shape, f.dtype, f.span.grid.sections) for f in fragments]
         table = np.array(
             [
-                [tensors.setdefault((name, (g.shape, dtype, g.sections)), len(tensors)) for name, dtype, g in named],
+                [tensors.setdefault((f.name, k), len(tensors)) for f, k in zip(fragments, kinds, strict=True)],
                 [f.span.start for f in fragments],
                 [f.span.stop for f in fragments],
                 [f.copy for f in fragments],
@@ -121,9 +121,8 @@ def rank_record(rank: int, plans: Iterable[DataFilePlan], digest: bytes = bytes(
             np.int64,
         )
         number, _ = piece_columns.setdefault(table.tobytes(), (len(piece_columns), PieceColumns(*table)))
-        data_file = plan.id
-        size = (plan.nbytes, len(plan.header))
-        files.append(FileRecord(data_file.part, data_file.tier, *size, plan.first_block, number, data_file.origin))
+        sizes = plan.nbytes, len(plan.header), plan.first_block
+        files.append(FileRecord(plan.id.part, plan.id.tier, *sizes, number, plan.id.origin))
     columns_of_files = tuple(columns for _, columns in piece_columns.values())
     return RankRecord(rank, digest, Tensors.of(tensors), columns_of_files, tuple(files))
 

@@ -85,7 +85,8 @@ def common_files(
         has_copies = any(record.piece_columns[file.columns_id].copy.any() for record, file in of_file)
         if len(of_file) > 1 and part != BUFFER and not has_copies:
             file_id = DataFileId(save_id, first, world_size, part, tier)
-            files += filter(None, [_common_file(file_id, of_file, tuple(tensors), numbers, block_bytes)])
+            common = _common_file(file_id, of_file, tuple(tensors), numbers, block_bytes)
+            files += [] if common is None else [common]
     table_bytes = sum(sum(file.blocks.values()) for file in files) * DIGEST_BYTES
     if table_bytes > DIGEST_TABLE_BYTES_MAX:
         raise UnsupportedError(f"the digests of {len(records)} ranks do not fit in one table of digests", hint=HINT)
@@ -167,25 +168,18 @@ def own_files(
 ) -> tuple[tuple[DataFilePlan, ...], tuple[DataFilePlan, ...]]:
     """Returns the files that a rank of a group writes alone, and the ranges of common files that it writes, in the
     order of their digests. ``alone``: what it would write alone. ``first_rank``: the first rank of the group."""
-    of_file = {(own.part, own.tier): own for own in ranges}
-    files: list[DataFilePlan] = []
-    to_share: dict[Range, DataFilePlan] = {}
-    first_block = 0
-    for plan in alone:
-        own = of_file.get((plan.id.part, plan.id.tier))
-        if own is not None:
-            to_share[own] = plan
-            continue
+    plans = {(plan.id.part, int(plan.id.tier)): plan for plan in alone}
+    to_share = [plans.pop((own.part, own.tier)) for own in ranges]
+    files, shared, first_block = [], [], 0
+    for plan in plans.values():
         files.append(replace(plan, first_block=first_block))
         first_block += plan.blocks
-    shared = []
-    for own in ranges:
-        data_file = replace(to_share[own].id, rank=first_rank)
+    for own, plan in zip(ranges, to_share, strict=True):
         place = own.header, own.start, own.padding, first_block
-        plan = plan_range(to_share[own], data_file, *place, block_bytes=block_bytes)
-        first_block += plan.blocks
-        if plan.nbytes:
-            shared.append(plan)
+        of_range = plan_range(plan, replace(plan.id, rank=first_rank), *place, block_bytes=block_bytes)
+        first_block += of_range.blocks
+        if of_range.nbytes:
+            shared.append(of_range)
     return tuple(files), tuple(shared)
 
 

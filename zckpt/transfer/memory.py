@@ -133,7 +133,8 @@ def _map_memory(nbytes: int, within: int) -> Bytes:
         # A huge page lies within one mapping. So a mapping that ends with the tensor has small pages after the last
         # whole huge page, and the rest of another huge page is not wasted. If the mapping cannot be cut, it stays as
         # long as it is, which does no other harm.
-        # (`ctypes.data` of the array is a function of Python. A profiler that looks at its frame would keep the array.)
+        # Nothing may refer to the mapping when it is cut. ``ctypes.data`` is a function of Python, and a profiler that
+        # looks at its frame would keep the array.
         address = np.frombuffer(mapped, np.uint8).__array_interface__["data"][0]
         first = (within - address) % linux.HUGE_PAGE_BYTES
         with suppress(OSError):
@@ -225,8 +226,7 @@ def check_fragments(fragments: Iterable[Fragment]) -> tuple[torch.device, ...]:
     """Checks the tensors of fragments that an engine has handed over, as ``check_memory`` does, and that each of them
     has the elements of its fragment as they are. Raises StateError and DeviceError."""
     named = [(fragment, fragment.data) for fragment in fragments if isinstance(fragment.data, torch.Tensor)]
-    check_memory((fragment.key, data) for fragment, data in named if why_no_memory(data) is not None)
-    devices = check_devices(data for _, data in named)
+    devices = check_memory((fragment.key, data) for fragment, data in named)
     for fragment, data in named:
         if data.numel() != fragment.span.numel or not lies_in_order(data):
             view = "conjugated or negated view" if data.is_conj() or data.is_neg() else "tensor"
@@ -262,19 +262,9 @@ def why_no_memory(tensor: torch.Tensor) -> str | None:
 
 def check_cast(stored: torch.dtype, requested: torch.dtype, key: str) -> None:
     """Raises CastError unless both dtypes are the same, or both are floating point, or both are integers."""
-    if stored == requested:
+    if stored == requested or (stored.is_floating_point and requested.is_floating_point):
         return
-    kinds = [
-        "floating point"
-        if d.is_floating_point
-        else "complex"
-        if d.is_complex
-        else "bool"
-        if d is torch.bool
-        else "integer"
-        for d in (stored, requested)
-    ]
-    if kinds[0] != kinds[1] or kinds[0] in ("bool", "complex"):
+    if any(dtype.is_floating_point or dtype.is_complex or dtype is torch.bool for dtype in (stored, requested)):
         raise CastError(
             f"cannot load {stored} as {requested}", key=key, hint="load it without dtype and convert it yourself"
         )

@@ -1,1 +1,2 @@
-"""The steps of zckpt.gc and zckpt.prune: find what to remove, and remove it under a lock."""
+"""The steps of ``zckpt.gc``, of ``zckpt.prune`` and of ``keep_last`` in a write: ``older`` finds the checkpoints that
+are kept no longer, ``work`` removes them, and leftovers, under their locks, and ``cleanup`` has the result."""

@@ -64,13 +64,13 @@ while that a file does not exist."""
 @dataclass(slots=True, kw_only=True, eq=False)
 class RankWrite:
     """One rank's part in a write. ``describe`` and ``begin`` are called on rank 0, then ``write_data_files`` on every
-    rank, then ``commit`` on rank 0, each after all ranks have done the step before. After the commit, the lock is
-    released. After a failure on any rank, every rank calls ``remove``.
+    rank. Then the ranks call ``check_files`` for each other's files, and rank 0 commits in three steps:
+    ``prepare_commit``, ``commit_prepared`` and ``finish``. Each step begins after all ranks have done the step before.
+    A copy and a conversion call ``commit`` instead, which checks all files and does the three steps. After the commit,
+    the lock is released. After a failure on any rank, every rank calls ``remove``.
 
-    If each machine writes to a disk of its own, rank 0 calls ``describe``, and the leader of every machine does all
-    else that rank 0 does: ``begin``, and instead of ``commit`` the three steps ``prepare_commit``, ``commit_prepared``
-    and ``finish``, each after all leaders have done the step before. So the machines commit together. Before these
-    steps, the ranks call ``check_files`` for each other's files, which ``commit`` does for all files."""
+    If each machine writes to a disk of its own, the leader of every machine does all that rank 0 does, except
+    ``describe``. So the machines commit together."""
 
     store: Store
     """The directory of the checkpoint."""

@@ -1,2 +1,3 @@
-"""The steps of ``zckpt.repair``. ``salvage`` finds the data files of one save. ``digest_tables`` and ``rebuilt``
-rebuild what is lost, compare all data with the digests that are left, and put the rebuilt files in place."""
+"""The steps of ``zckpt.repair``. ``checkpoint/listing`` finds the data files of one save (``salvage``), and makes the
+records of the ranks from their headers (``rebuild``). ``rebuilt`` makes the files that are lost, compares all data with
+the digests that are left, and puts the files in place."""
