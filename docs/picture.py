@@ -107,7 +107,7 @@ COMMIT = [
     box("queue", "Ranks, decide", "ranks/collectives.py", """
         Rank 0 waits for every rank, and gets the digest of
         the digest table of each rank."""),
-    box("digest", "RankWrite, commit, with_digests", "checkpoint/writing/rank_write.py, plan/catalog.py", """
+    box("digest", "RankWrite, prepare_commit, with_digests", "checkpoint/writing/rank_write.py, plan/catalog.py", """
         Rank 0 writes index.bin and, under temporary names,
         the manifest and latest. It checks that it still has
         the lock, and renames the manifest, which is the

@@ -379,7 +379,7 @@ def test_an_offload_that_cannot_begin_leaves_no_thread_and_no_guard(
         raise RuntimeError("no more")
 
     with monkeypatch.context() as patched:
-        patched.setattr(away_module.Away, "__init__", fail)
+        patched.setattr(away_module.MovedStorages, "__init__", fail)
         with pytest.raises(RuntimeError, match="no more"):
             zckpt.offload(engine, tmp_path, background=background)
     assert_as_before(engine, before)

@@ -27,7 +27,7 @@ from zckpt.testing import ReferenceEngine
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from zckpt.offloading.away import Away
+    from zckpt.offloading.away import MovedStorages
 
 pytestmark = [pytest.mark.linux, pytest.mark.offload]
 
@@ -176,7 +176,7 @@ def test_named_files_of_a_killed_process_are_removed(tmp_path: Path, remover: st
     assert_as_before(engine, before)
 
 
-def cached_shares(out: Away) -> dict[str, float]:
+def cached_shares(out: MovedStorages) -> dict[str, float]:
     """Returns, for each offloaded part of the parameter ``wide``, how much of its file is in the page cache, from 0 to
     1."""
     shares = {}

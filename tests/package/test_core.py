@@ -1,4 +1,4 @@
-"""The core writes, restores, reads and checks without the rooms that only use it."""
+"""The core writes, restores, reads and checks without the folders that only use it."""
 
 from __future__ import annotations
 

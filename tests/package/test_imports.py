@@ -27,7 +27,7 @@ ROOT = Path(zckpt.__file__).parent
 
 IN: dict[str, dict[str, set[str]]] = {}
 """The tables in docs/architecture.md: for each package that has one, the names of its modules and folders, and the
-promises of each. A module or folder imports only itself and those above it."""
+promises of each. A module or folder imports only itself and those before it."""
 for row, promises in re.findall(
     r"^\| `([\w/]+)` \| ((?:no torch, no I/O|no torch|torch late|no files)?) \| \S.* \|$",
     (ROOT.parent / "docs" / "architecture.md").read_text(),
@@ -63,7 +63,7 @@ PUBLIC_NAMES = """
     restore validate wait where write write_state_dict
 """
 
-# The modules above storage that use local files, none of which belongs to a checkpoint. In all other modules above
+# The modules after storage that use local files, none of which belongs to a checkpoint. In all other modules after
 # storage, a path is a Location, which may be that of an object store.
 OF_LOCAL_FILES = {
     "frameworks/accelerate_fsdp.py",
@@ -161,7 +161,7 @@ def test_the_table_has_every_module_and_folder_once(package: str) -> None:
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_a_module_imports_only_those_above_it_in_the_table(module: str) -> None:
+def test_a_module_imports_only_those_before_it_in_the_table(module: str) -> None:
     names = imports(ast.parse(FILES[MODULES.index(module)].read_text()))
     for package, order in ORDER.items():
         (unit,) = units({module}, package) or {""}
@@ -191,11 +191,11 @@ def test_a_module_keeps_its_promises(module: str) -> None:
         assert not names_in(tree) & FILE_FUNCTIONS
 
 
-def test_nothing_above_the_stores_takes_a_path_apart() -> None:
-    above = ORDER["zckpt"][ORDER["zckpt"].index("storage") + 1 :]
+def test_nothing_after_the_stores_takes_a_path_apart() -> None:
+    after = ORDER["zckpt"][ORDER["zckpt"].index("storage") + 1 :]
     files = {file.relative_to(ROOT).as_posix(): file for file in FILES}
     with_paths = {name for name, file in files.items() if takes_paths_apart(file.read_text(encoding="utf-8"))}
-    assert {name for name in with_paths if name.split("/")[0].removesuffix(".py") in above} == OF_LOCAL_FILES
+    assert {name for name in with_paths if name.split("/")[0].removesuffix(".py") in after} == OF_LOCAL_FILES
 
 
 def takes_paths_apart(source: str) -> bool:

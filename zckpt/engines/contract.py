@@ -195,9 +195,9 @@ class StateAdapter(ABC):
 
     def after_write(self) -> None:  # noqa: B027  most engines have nothing to do here
         """Does to the engine what the framework's own save does to it as a side effect. For example, a save of ZeRO-3
-        gathers parameters. This is called when zckpt no longer reads the engine, or when an action that was passed to
-        ``before_change`` delays the next step until then. Collective. Changes nothing that ``inventory`` has
-        returned."""
+        gathers parameters. This is called when zckpt has read the engine. It is called earlier if an action that was
+        passed to ``before_change`` will hold back the next step until zckpt has read the engine. Collective. Changes
+        nothing that ``inventory`` has returned."""
 
     def before_change(self, action: Callable[[], None]) -> None:  # noqa: B027  an engine without lazy snapshots
         """Arranges that the thread of the training calls ``action`` once, before the engine next changes or moves the

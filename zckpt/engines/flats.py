@@ -68,7 +68,7 @@ def cut_together(named: Iterable[tuple[str, Span, int]], rank: int, length: int)
 def cut_alone(name: str, held: Span, rank: int, ranks: int, offset: int = 0) -> ParameterRange:
     """Returns the range that ``rank`` holds of a parameter whose elements ``held`` are cut on their own into ``ranks``
     partitions of equal length, the last of which may be padded. ``offset``: the element of the rank's flat buffer at
-    which its partition begins."""
+    which the partition of the parameter begins."""
     length = partition_numel(held.numel, ranks)
     return ParameterRange(name, held.clip(rank * length, (rank + 1) * length), offset)
 

@@ -88,8 +88,9 @@ class Replicated(Kind):
         return ParameterRange(name, span, 0, local.replicated, stored_as=local.stored_as), data
 
     def _gathering(self, replicas: Iterable[tuple[str, torch.Tensor]]) -> Callable[[], None]:
-        """Returns what ``gathering`` returns, for all groups of owners. ``replicas``: whole replicas, each with the
-        name of a parameter that has the same owners. The owners have to pass the same replicas."""
+        """Returns a function that fills these replicas as ``gathering`` does, for one group of owners after the other.
+        ``replicas``: whole replicas, each with the name of a parameter that has the same owners. The owners have to
+        pass the same replicas."""
         by_ranks: dict[tuple[int, ...], tuple[RankGroup, list[torch.Tensor]]] = {}
         for name, replica in replicas:
             owners = self._local_tensors[name].owners

@@ -452,7 +452,7 @@ def _version(value: object) -> tuple[int, int] | None:
 
 
 def _bad_shape(shape: object) -> tuple[int, ...]:
-    """Raises FormatError (M008)."""
+    """Raises FormatError (M008) for what is no shape. It never returns."""
     raise broken("M008", f"shape {reprlib.repr(shape)}", file=names.MANIFEST)
 
 

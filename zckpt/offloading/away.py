@@ -9,8 +9,7 @@ from functools import partial
 from threading import Event
 from typing import TYPE_CHECKING, cast
 
-from zckpt.engines.away import AWAY, away, storages_on_disk
-from zckpt.engines.away import Away as Contract
+from zckpt.engines.away import AWAY, Away, away, storages_on_disk
 from zckpt.engines.hooks import before_calls
 from zckpt.errors import FormatError, OffloadedError, StorageError, UnsupportedError, ZckptError, first_few
 from zckpt.offloading.files import Moved, read_back
@@ -121,7 +120,7 @@ class Back:
     """The first error, if there was one."""
 
 
-class Away(Contract):
+class MovedStorages(Away):
     """The storages of one engine that this rank has moved to disk, and the guard of the engine's methods."""
 
     def __init__(self, engine: object, uses: Iterable[UsingMethod]) -> None:
@@ -247,6 +246,6 @@ class Away(Contract):
         bring_back_to_restore(self._engine, self, kept, ranks, budget)
 
 
-def away_of(engine: object) -> Away | None:
+def away_of(engine: object) -> MovedStorages | None:
     """Returns what ``zckpt.offload`` has moved of an engine, or None if all of it is in memory."""
-    return cast("Away | None", away(engine))
+    return cast("MovedStorages | None", away(engine))

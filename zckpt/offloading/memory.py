@@ -2,7 +2,7 @@
 
 Such a storage keeps its identity and its size, so all tensors and views of it stay as they are, and still tell their
 shape, dtype and device. To change one of them is an error of torch. To read one ends the process, because torch does
-not notice that there is no memory. So ``Away`` watches the calls that would read one, and refuses them.
+not notice that there is no memory. So ``MovedStorages`` watches the calls that would read one, and refuses them.
 """
 
 from __future__ import annotations

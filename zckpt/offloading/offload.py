@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from zckpt.checkpoint.background import Background, wait_for
 from zckpt.engines import adapt, group_of
 from zckpt.errors import MismatchError, RankError, ZckptError, first_few
-from zckpt.offloading.away import LOST_HINT, Away, Back, away_of, storages
+from zckpt.offloading.away import LOST_HINT, Back, MovedStorages, away_of, storages
 from zckpt.offloading.files import unchanged, write_out
 from zckpt.offloading.memory import check_supported, give_back
 from zckpt.offloading.parts import asked_for, chosen, in_order, movable, next_in_use
@@ -257,7 +257,7 @@ def offloaded(
 
 
 def bring_back_to_restore(
-    engine: object, out: Away, kept: Collection[str], ranks: Ranks, budget: Budget | None
+    engine: object, out: MovedStorages, kept: Collection[str], ranks: Ranks, budget: Budget | None
 ) -> None:
     """Does what ``Away.bring_back_to_restore`` says, for the engine whose state ``out`` has."""
     rank_reload = _RankReload(engine, out, None, budget)
@@ -308,7 +308,7 @@ class _RankOffload:
 
     def begin(self, pending: Background | None) -> None:
         """Makes every call that uses the engine wait for ``pending``, and check what is offloaded, from now on."""
-        out = away_of(self._engine) or Away(self._engine, self._adapter.uses())
+        out = away_of(self._engine) or MovedStorages(self._engine, self._adapter.uses())
         if pending is not None:
             pending.stand_by()
             out.wait = pending.settle
@@ -366,7 +366,7 @@ class _RankOffload:
 class _RankReload:
     """The part of one rank in a reload. The steps are ``prepare``, ``bring`` and ``check``."""
 
-    def __init__(self, engine: object, out: Away, verify: bool | None, budget: Budget | None) -> None:
+    def __init__(self, engine: object, out: MovedStorages, verify: bool | None, budget: Budget | None) -> None:
         self._engine, self._out, self._verify, self._budget = engine, out, verify, budget
         self._back = Back()
 

@@ -218,8 +218,8 @@ class Ranks:
         doing: str,
         interruptible: bool,
     ) -> Answer:
-        """Does the work of ``decide`` and ``decide_each``. ``decide`` returns the packed value for all ranks, and those
-        for each rank."""
+        """Does the work of the methods ``decide`` and ``decide_each``. The argument ``decide`` returns the packed value
+        for all ranks, and those for each rank."""
 
         def run() -> bytes:
             with self.interruptible() if interruptible else nullcontext():

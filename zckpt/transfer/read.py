@@ -239,7 +239,7 @@ class _Reads:
         blocks, in_portion = views.blocks[portion], views.memory[portion]
         if views.is_verified and not _are_sound(self.files[op.file], blocks, in_portion):
             for view, block, start in zip(in_portion, blocks, views.starts[portion], strict=True):
-                if block >= 0:  # and not a gap
+                if block >= 0:  # A gap has no digest.
                     check_block(view, block, self.files[op.file], start, views.key_at(start))
         if views.has_staged:
             self.reader.count.add(copied_bytes=_copy_staged(op.segments, views, portion, self.targets))

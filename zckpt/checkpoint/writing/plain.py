@@ -118,7 +118,7 @@ def is_told(kept: object, value: object) -> bool:
     for values that are usual in a state and have one usual plain form."""
     try:
         return not isinstance(value, _USUAL) and not bool(kept == value)
-    except Exception:  # The value may be of any class.
+    except Exception:  # The comparison is that of the value's class, which may raise anything.
         return True
 
 

@@ -336,9 +336,9 @@ class Preparation:
         and otherwise nothing."""
         options, collected, rank = self.options, self._collected, self._rank
         self._run_id = agreed.run_id
-        self._metadata = self._describe_state(agreed.run_id)  # which adds the tensors of the root tree to the fragments
+        self._metadata = self._describe_state(agreed.run_id)  # This adds the tensors of the root tree to the fragments.
         rank_state = collected.rank_state
-        if agreed.client_states_differ and options.each_client_state:  # a rank that has passed none writes an empty one
+        if agreed.client_states_differ and options.each_client_state:  # A rank without one writes an empty one.
             rank_state = {**rank_state, names.CLIENT_STATE: dict(options.client_state or {})}
         if self._client_rank_state is not None:
             rank_state = {**rank_state, names.CLIENT_RANK_STATE: self._client_rank_state}
@@ -533,18 +533,19 @@ def _check_engines(facts: Sequence[Facts], options: WriteOptions) -> None:
         for name, value in of_rank.sample.items():
             first.setdefault(name, (number, value))
         differing = next((name for name, value in of_rank.sample.items() if first[name][1] != value), None)
-        if not runs_differ and differing is None:
+        engine = f"the engine of rank {number}"
+        if runs_differ:
+            message = f"{engine} is not that of rank 0: it belongs to another run"
+        elif differing is None:
             continue
-        other, why = 0, "it belongs to another run"
-        if not runs_differ:
-            other, why = first[differing][0] if differing else 0, "its weights are others"
-        message = f"the engine of rank {number} is not that of rank {other}"
-        if not runs_differ and options.leave_out:
-            warn(f"{message}, or its copy of the weights differs")
-            return
-        such_as = f", such as {differing}" if differing and not runs_differ else ""
+        else:
+            other = first[differing][0]
+            if options.leave_out:
+                warn(f"{engine} is not that of rank {other}, or its copy of the weights differs")
+                return
+            message = f"{engine} is not that of rank {other}: its weights are others, such as {differing}"
         raise RankError(
-            f"{message}: {why}{such_as}", rank=number,
+            message, rank=number,
             hint="every rank has to write the same engine, and in the same order if there are several; without "
             "DeepSpeed, the model of every rank has to be wrapped by DistributedDataParallel or fully_shard",
         )  # fmt: skip

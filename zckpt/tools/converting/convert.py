@@ -72,7 +72,7 @@ def convert(
     budget: Budget | None = None,
     progress: Progress | None = None,
 ) -> Converted:
-    """Converts a checkpoint from another format, or to one of DeepSpeed's or DCP's.
+    """Converts a checkpoint of another format to one of zckpt, or one of zckpt to the format of DeepSpeed or DCP.
 
     DeepSpeed does not have to be installed, and a single process is enough. If torch.distributed is initialised, every
     rank has to call this with the same arguments, and the ranks share the files. If one rank fails or is lost, all of

@@ -181,7 +181,7 @@ class _Patterns:
 
 
 def _only(name: str) -> str:
-    """Returns the pattern by which AutoTP names a parameter."""
+    """Returns the pattern that matches only this parameter, as AutoTP writes it."""
     return rf"^{re.escape(name)}$"
 
 

@@ -176,7 +176,7 @@ def stage_0(
     local_tensors: Mapping[str, LocalTensor],
 ) -> Iterator[FlatValues]:
     """Yields the flat buffers of stage 0. If the master weights of a param group are one tensor, each param group has
-    one flat buffer. In fp32, and if each parameter has its own master weight, each parameter has one. ``saved``: the
+    one flat buffer. In fp32, and where each parameter has its own master weight, each parameter has one. ``saved``: the
     state of the optimizer. ``module``: the weights by name. ``names_of_groups``: what ``names_at_stage_0`` returns."""
     states, groups = _saved_at_stage_0(saved)
     if "fp32_groups_flat" in saved:

@@ -113,7 +113,7 @@ def torch_file(name: str, tree: object) -> OutputFile:
 
 
 class _Known(io.RawIOBase):
-    """A file in memory that torch writes without the values of the tensors."""
+    """A file in memory to which ``torch.save`` writes everything but the values of the tensors."""
 
     def __init__(self) -> None:
         self.known: dict[int, bytearray] = {}
