@@ -120,6 +120,21 @@ def test_an_error_of_a_script_keeps_its_traceback_and_exit_status(tmp_path: Path
     assert "Traceback" in ended.stderr
 
 
+@pytest.mark.parametrize("option", ["--re", "--copy=1", "--keep"])
+def test_run_leaves_the_options_of_the_script_alone(option: str) -> None:
+    """argparse would take them for the beginning of ``--replace-deepspeed``, ``--copy-to`` or ``--keep-last``."""
+    arguments = make_parser(["run"]).parse_args(["run", "train.py", option])
+    assert arguments.arguments == [option]
+
+
+def test_run_refuses_options_that_do_not_go_together_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "train.py").touch()
+    assert main(["run", "--copy-keep-every", "3", str(tmp_path / "train.py")]) == 2
+    assert "copy_keep_last" in capsys.readouterr().err
+
+
 def test_only_arguments_that_are_required_are_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     for command, missing in ((["diff", "a"], "b"), (["cp", "a"], "destination"), (["ls"], "path")):
         with pytest.raises(SystemExit):

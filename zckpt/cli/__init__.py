@@ -99,7 +99,10 @@ def make_parser(configured: Collection[str] = tuple(COMMANDS)) -> argparse.Argum
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_CommandParser)
     for name, summary in COMMANDS.items():
-        command = commands.add_parser(name, help=summary, formatter_class=argparse.RawDescriptionHelpFormatter)
+        # An option of the user's script, behind `run`, is never taken for the beginning of one of zckpt's options.
+        command = commands.add_parser(
+            name, help=summary, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=name != "run"
+        )
         if name in configured:
             module = _command(name)
             command.description = module.__doc__

@@ -42,6 +42,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="save the whole state at every N-th save, and leave out the optimizer state at the others",
     )
     parser.add_argument(
+        "--keep-last",
+        type=at_least_1,
+        metavar="N",
+        help="keep only the N checkpoints that were written last, as `zckpt prune` does; without it, all are kept",
+    )
+    parser.add_argument(
+        "--keep-every",
+        type=at_least_1,
+        metavar="STEPS",
+        help="with --keep-last, also keep checkpoints whose step is a multiple of this number",
+    )
+    parser.add_argument(
         "--no-reuse", action="store_true", help="write all files anew, and share none with an earlier checkpoint"
     )
     parser.add_argument(
@@ -104,12 +116,18 @@ def run(arguments: argparse.Namespace) -> int:
                 f"attached a {attached[0]}: from now on every engine's save_checkpoint and load_checkpoint use zckpt"
             )
 
-    zckpt.attach_all(
-        background=arguments.background or None, full_every=arguments.full_every,
-        reuse=None if arguments.no_reuse else "latest", replace_deepspeed=arguments.replace_deepspeed,
-        copy_to=arguments.copy_to, copy_keep_last=arguments.copy_keep_last, copy_keep_every=arguments.copy_keep_every,
-        settings=arguments.settings, ranks_per_file=arguments.ranks_per_file, on_attach=on_attach,
-    )  # fmt: skip
+    try:
+        zckpt.attach_all(
+            background=arguments.background or None, full_every=arguments.full_every,
+            keep_last=arguments.keep_last, keep_every=arguments.keep_every,
+            reuse=None if arguments.no_reuse else "latest", replace_deepspeed=arguments.replace_deepspeed,
+            copy_to=arguments.copy_to, copy_keep_last=arguments.copy_keep_last,
+            copy_keep_every=arguments.copy_keep_every, settings=arguments.settings,
+            ranks_per_file=arguments.ranks_per_file, on_attach=on_attach,
+        )  # fmt: skip
+    except ValueError as error:  # options, or variables of the environment, that do not go together
+        _print(str(error))
+        return 2
     local_rank = [] if arguments.local_rank is None else [f"--local_rank={arguments.local_rank}"]
     sys.argv = [script, *local_rank, *arguments.arguments]
     try:

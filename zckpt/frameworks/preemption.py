@@ -12,7 +12,7 @@ from zckpt.checkpoint.write import write_engine
 from zckpt.checkpoint.writing.options import WriteOptions
 from zckpt.engines import adapt, group_of
 from zckpt.engines.hooks import after_calls, before_calls, workers_ignore
-from zckpt.errors import ZckptError, warn
+from zckpt.errors import UnsupportedError, ZckptError, warn
 from zckpt.frameworks.last_step import LastStep
 from zckpt.ranks.collectives import Ranks
 from zckpt.storage.schemes import open_store
@@ -186,7 +186,8 @@ def on_preemption(
     ``engine.step()`` raises its error.
 
     Args:
-        engine: the engine that ``deepspeed.initialize`` has returned.
+        engine: the engine that ``deepspeed.initialize`` has returned. In a loop of your own, without DeepSpeed, the
+            signal is handled by a few lines, which docs/pytorch.md has.
         path: the directory of the last checkpoint. A checkpoint that is there already is replaced. It may also be a
             function that returns the directory after the last step, such as ``lambda:
             f"run/global_step{engine.global_steps}"``. None means ``checkpoints/global_step<N>``, even if other
@@ -208,6 +209,12 @@ def on_preemption(
         UnsupportedError: zckpt does not support engines of this kind.
         RankError: another rank has failed or is lost.
     """
+    if not callable(getattr(engine, "step", None)):
+        raise UnsupportedError(
+            f"zckpt.on_preemption writes at the end of engine.step(), which a {type(engine).__name__} does not have",
+            hint="in a loop of your own, let the ranks agree on the signal after each step, and call zckpt.write: "
+            "docs/pytorch.md shows how",
+        )
     if not callable(client_state):
         WriteOptions(client_state=client_state).checked()  # raises an error now, and not after the signal
     if copy_to is not None:
