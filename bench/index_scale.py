@@ -75,13 +75,15 @@ print(json.dumps({"seconds": seconds, "pieces": n, "reads": ck.io.reads, "bytes"
 WHOLE = (
     PEAK
     + """
+from zckpt.checkpoint.open import open_loader
 before = peak()
 start = time.perf_counter()
-ck = zckpt.open(sys.argv[1])
+ck = open_loader(sys.argv[1])
 for number in range(len(ck.manifest.chunks)):
     ck.contents.chunk(number)
 n = sum(c.pieces for p in ck.manifest.parts for c in ck.manifest.chunks if c.layout_id == p.layout_id)
-print(json.dumps({"seconds": time.perf_counter() - start, "pieces": n, "reads": ck.io.reads, "bytes": ck.io.bytes_read,
+print(json.dumps({"seconds": time.perf_counter() - start, "pieces": n, "reads": ck.reader.count.reads,
+                  "bytes": ck.reader.count.bytes_read,
                   "extra_bytes": peak() - before, "peak_bytes": peak()}))
 """
 )

@@ -45,6 +45,7 @@ from common import MIB, PARTS, Options, Result, parse_options
 from index_scale import ONE_KEY, measure
 from sampler import field_bytes
 from zckpt.checkpoint import restore
+from zckpt.checkpoint.open import open_loader
 from zckpt.checkpoint.writing.prepare import Preparation
 from zckpt.checkpoint.writing.rank_write import RankWrite
 from zckpt.format import manifest as manifest_format
@@ -621,7 +622,7 @@ def measure_played(directory: str, ranks_text: str, parameters_text: str) -> dic
         own, wall = time.thread_time() - own - player.seconds, time.perf_counter() - wall
         peak_bytes = field_bytes("/proc/self/status", "VmHWM") - before
         close_groups(player)
-    manifest = zckpt.open(path).manifest
+    manifest = open_loader(path).manifest
     runs = [measure(ONE_KEY, path, f"master/model.layers.{number}.block1.weight") for number in range(9)]
     sizes = [Path(path, names.MANIFEST).stat().st_size, manifest.index_bytes]
     return {

@@ -36,7 +36,8 @@ from common import (
 )
 from raw_io import Raw, whole_pages
 from sampler import Sampler, metered
-from zckpt.checkpoint.reading.checkpoint import ReadRequest
+from zckpt.checkpoint.reading.checkpoint import loader_of
+from zckpt.checkpoint.reading.loader import ReadRequest
 from zckpt.engines import adapt
 
 if TYPE_CHECKING:
@@ -165,7 +166,7 @@ def restore_rounds(directory: Path, nbytes: int, runs: int) -> dict[str, Any]:
         requests = [
             ReadRequest(checkpoint[f.key], f.span, f.data) for f in fragments if isinstance(f.data, torch.Tensor)
         ]
-        checkpoint.read(requests)
+        loader_of(checkpoint).read(requests)
 
     reads = [
         Contestant("zckpt", lambda: zckpt.restore(engine, ours)),

@@ -144,7 +144,7 @@ READ_PLAN = [
     box("memory", "Restoring, fill", "engines/contract.py", """
         The memory of the engine, batch by batch. State
         in swap files is brought in, and put back."""),
-    box("plan", "Checkpoint, read, ReadRequest", "checkpoint/reading/checkpoint.py", """
+    box("plan", "Loader, read, ReadRequest", "checkpoint/reading/loader.py", """
         Ranges of tensors, and the memory that they go to.
         Plans the reads of a batch, and carries them out."""),
     box("digest", "Contents, StoredPieces", "checkpoint/listing/contents.py, plan/reshard.py", """

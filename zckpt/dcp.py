@@ -36,8 +36,8 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
-from zckpt.checkpoint.open import open as open_checkpoint
-from zckpt.checkpoint.reading.checkpoint import ReadRequest
+from zckpt.checkpoint.open import open_loader
+from zckpt.checkpoint.reading.loader import ReadRequest
 from zckpt.checkpoint.reading.state_dict import PlainValues, own_rank, paths_of, tensors_by_name
 from zckpt.checkpoint.state_dict import write_contents
 from zckpt.checkpoint.writing.options import WriteOptions
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.storage import WriteResult
 
     from zckpt.checkpoint.background import PendingWrite
-    from zckpt.checkpoint.reading.checkpoint import Checkpoint
+    from zckpt.checkpoint.reading.loader import Loader
     from zckpt.checkpoint.state_dict import Options
     from zckpt.progress import Progress
     from zckpt.storage.location import StrPath
@@ -250,7 +250,7 @@ class Reader(StorageReader):
         """
         self.path = path
         self._verify, self._budget, self._progress = verify, budget, progress
-        self._opened: Checkpoint | None = None
+        self._opened: Loader | None = None
         self._items: Sequence[ReadItem] = ()
 
     @classmethod
@@ -321,11 +321,11 @@ class Reader(StorageReader):
         return done
 
     @property
-    def _checkpoint(self) -> Checkpoint:
+    def _checkpoint(self) -> Loader:
         if self.path is None:
             raise ValueError("pass the path of the checkpoint to zckpt.dcp.Reader")
         if self._opened is None:
-            self._opened = open_checkpoint(self.path, budget=self._budget)
+            self._opened = open_loader(self.path, budget=self._budget)
         return self._opened
 
 

@@ -18,7 +18,7 @@ from torchtitan.components.checkpointer.base import DATALOADER, MODEL, OPTIMIZER
 from zckpt.checkpoint.background import PendingWrite
 from zckpt.checkpoint.listing.find import find
 from zckpt.checkpoint.listing.runs import can_resume, directories_of, if_whole, is_begun, names_in
-from zckpt.checkpoint.open import open as open_checkpoint
+from zckpt.checkpoint.open import open_loader
 from zckpt.checkpoint.restore import restore
 from zckpt.checkpoint.write import write
 from zckpt.engines.pytorch.train_state import TrainState
@@ -127,7 +127,7 @@ class CheckpointManager(_TorchtitansManager):
         path, only_weights = found
         parts = None
         if only_weights or OPTIMIZER in self.exclude_from_loading:
-            parts = [part for part in open_checkpoint(path).parts if part in WEIGHT_PARTS]
+            parts = [part for part in open_loader(path).parts if part in WEIGHT_PARTS]
         client_state, of_ranks = restore(self._train_state, path, parts=parts, with_rank_state=True)
         if not only_weights:
             self._load_others({**client_state, **(of_ranks.own or {})})

@@ -20,6 +20,7 @@ import torch
 import zckpt
 from tests.support.apart import edit_field
 from tests.support.states import Written, fragment, same_all, write_state
+from zckpt.checkpoint.open import open_loader
 from zckpt.cli import main
 from zckpt.errors import (
     CheckpointNotFoundError,
@@ -102,7 +103,7 @@ class Place:
         header = raw[:4096].replace(old.encode(), new.encode())
         header = header.rstrip(b" ").ljust(4096)
         file.write_bytes(header + raw[4096:])
-        manifest = zckpt.open(self.path).manifest
+        manifest = open_loader(self.path).manifest
         paths = [self.path / manifest.path(record) for record in manifest.files]
         block = manifest.files[paths.index(file)].first_block
         self.edit_table(lambda table: table[: 16 * block] + digest(header) + table[16 * block + 16 :])
@@ -266,7 +267,7 @@ def add_filler(place: Place, content: bytes) -> None:
     header["@pad"] = {"dtype": "U8", "shape": [len(content)], "data_offsets": [stop, stop + len(content)]}
     head = raw[:8] + json.dumps(header).encode().ljust(4088)
     place.state.write_bytes(head + raw[4096:] + content)
-    manifest = zckpt.open(place.path).manifest
+    manifest = open_loader(place.path).manifest
     number = len(manifest.files) - 1
     block = manifest.files[number].first_block
     assert manifest.path(manifest.files[number]).endswith("rank-00001/host.state.safetensors")

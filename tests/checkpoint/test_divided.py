@@ -13,7 +13,9 @@ import zckpt
 from tests.support.independent_reader import Reader
 from tests.support.states import Written, fragment, same_all, write_state
 from zckpt import geometry
-from zckpt.checkpoint.reading import checkpoint as reading
+from zckpt.checkpoint.open import open_loader
+from zckpt.checkpoint.reading import loader as reading
+from zckpt.checkpoint.reading.checkpoint import Checkpoint, loader_of
 from zckpt.checkpoint.validation.values import derived_weights
 from zckpt.geometry import Grid, all_of, row_count, slice_of
 from zckpt.plan import catalog
@@ -35,7 +37,7 @@ def test_it_needs_the_feature_and_says_the_order(written: Written) -> None:
     assert body["requires"] == ["box"]
     assert len(body["grids"]) > 1
     assert zckpt.validate(written.path).ok
-    parts = zckpt.open(written.path).contents.manifest.parts
+    parts = open_loader(written.path).contents.manifest.parts
     assert [any(part.grid_ids) for part in parts] == [part.name != "state" for part in parts]
 
 
@@ -72,19 +74,23 @@ def test_tensors_in_different_orders_are_compared_row_by_row(written: Written, t
     """In the order of the boxes of one checkpoint, the bytes of the other one would be read once for each box."""
     values = {key.removeprefix("master/"): value for key, value in written.full.items() if key.startswith("master/")}
     write_state(tmp_path / "plain", 2, values, parts=("master",))
-    divided, plain = zckpt.open(written.path), zckpt.open(tmp_path / "plain")
-    keys = [key for key, info in plain.items() if divided.contents.grid(divided[key]).sections and info.nbytes]
+    divided, plain = open_loader(written.path), open_loader(tmp_path / "plain")
+    keys = [
+        key
+        for key, info in plain.contents.items()
+        if divided.contents.grid(divided.contents[key]).sections and info.nbytes
+    ]
     assert keys
     for a, b in ((divided, plain), (plain, divided)):
-        compared = [(Pair(key, a[key], b[key]), 0, 0) for key in keys]
+        compared = [(Pair(key, a.contents[key], b.contents[key]), 0, 0) for key in keys]
         for key, (starts, spans) in zip(keys, unequal(a, b, compared), strict=True):
-            assert spans == [all_of(plain[key].shape)]
-            assert starts.tolist() == [piece.start for piece in plain[key].pieces]
+            assert spans == [all_of(plain.contents[key].shape)]
+            assert starts.tolist() == [piece.start for piece in plain.contents[key].pieces]
 
 
 def test_statistics_are_those_of_the_values(written: Written) -> None:
-    checkpoint = zckpt.open(written.path)
-    infos = list(checkpoint.values())
+    checkpoint = open_loader(written.path)
+    infos = list(checkpoint.contents.values())
     found = statistics(checkpoint, infos, list(stretches(checkpoint, infos)), lambda nbytes: None)
     for info, of_tensor in zip(infos, found, strict=True):
         value = written.full[info.key].double()
@@ -96,7 +102,7 @@ def test_statistics_are_those_of_the_values(written: Written) -> None:
 def test_copies_and_repairs_keep_the_order(written: Written, tmp_path: Path) -> None:
     zckpt.cp(written.path, tmp_path / "copy", "master/*")
     copied = zckpt.open(tmp_path / "copy")
-    assert copied.contents.manifest.grids == zckpt.open(written.path).contents.manifest.grids
+    assert loader_of(copied).contents.manifest.grids == open_loader(written.path).contents.manifest.grids
     assert same_all(copied.load(), {key: value for key, value in written.full.items() if key.startswith("master/")})
     shutil.copytree(written.path, tmp_path / "lost")
     (tmp_path / "lost" / "manifest.msgpack").unlink()
@@ -145,20 +151,20 @@ def test_weights_are_compared_with_masters_in_the_same_order_only(tmp_path: Path
         ]
         metadata = catalog.SaveMetadata(1, 4096, {}, b"\xc0", {})
         write_fragments(str(tmp_path / str(number)), [fragments], metadata)
-        checkpoint = zckpt.open(tmp_path / str(number))
+        checkpoint = open_loader(tmp_path / str(number))
         assert derived_weights(checkpoint.contents) == ({"w": "BF16"} if same else {})
         assert zckpt.validate(tmp_path / str(number)).ok
 
 
 def test_reads_in_another_order_are_planned_in_batches(written: Written) -> None:
-    checkpoint = zckpt.open(written.path)
+    checkpoint = open_loader(written.path)
     with (
         mock.patch.object(reading, "PLANNED_PIECES", 64),
         mock.patch.object(checkpoint, "_read", wraps=checkpoint._read) as read,
     ):
-        assert same_all(checkpoint.load(), written.full)
+        assert same_all(Checkpoint(checkpoint).load(), written.full)
     batches = [call.args[0] for call in read.call_args_list]
-    assert [request.info.key for batch in batches for request in batch] == list(checkpoint)
+    assert [request.info.key for batch in batches for request in batch] == list(checkpoint.contents)
     for batch in batches:
         counts = [row_count(request.span, checkpoint.contents.grid(request.info)) for request in batch]
         assert len(batch) == 1 or sum(counts) <= 64
@@ -170,9 +176,9 @@ def test_ranges_with_long_gaps_between_them_are_planned_in_batches(tmp_path: Pat
     fragments = [fragment("master", f"w{n}", value, 0, value.numel()) for n, value in enumerate(values)]
     write_fragments(str(tmp_path / "c"), [fragments], catalog.SaveMetadata(1, 4096, {}, b"\xc0", {}))
     for verify, count in ((True, 1), (False, 3)):
-        checkpoint = zckpt.open(tmp_path / "c")
+        checkpoint = open_loader(tmp_path / "c")
         requests = []
-        for info in checkpoint.values():
+        for info in checkpoint.contents.values():
             shape, span = slice_of(info.shape, (slice(None), slice(5, 9)))
             requests.append(reading.ReadRequest(info, span, torch.empty(shape)))
         with (

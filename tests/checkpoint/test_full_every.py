@@ -16,6 +16,8 @@ from tests.support.models import make_engine, train
 from tests.support.plain_engine import Engine
 from tests.support.runs import assert_same, logical, weights
 from zckpt.checkpoint import background
+from zckpt.checkpoint.open import open_loader
+from zckpt.checkpoint.reading.checkpoint import loader_of
 from zckpt.checkpoint.writing.rank_write import RankWrite
 from zckpt.format import names
 
@@ -32,7 +34,7 @@ MOMENTS = {"exp_avg", "exp_avg_sq"}
 def is_full(path: Path) -> bool:
     """Returns whether the checkpoint has all moments. Checks that the checkpoint names those that it lacks."""
     checkpoint = zckpt.open(path)
-    assert set(checkpoint.contents.left_out) == MOMENTS.difference(checkpoint.parts)
+    assert set(loader_of(checkpoint).contents.left_out) == MOMENTS.difference(checkpoint.parts)
     return not MOMENTS.difference(checkpoint.parts)
 
 
@@ -112,16 +114,16 @@ def save_to_one_tag(run: str) -> None:
     for step in range(3):
         train(engine, 1, step)
         engine.save_checkpoint(run, "last")
-        assert zckpt.open(run).contents.left_out == ()
+        assert open_loader(run).contents.left_out == ()
     engine.save_checkpoint(run, "weights", save_latest=False)
     os.remove(os.path.join(run, "latest"))
     train(engine, 1)
     engine.save_checkpoint(run, "more")
-    assert zckpt.open(run).contents.left_out, "where latest names no full checkpoint, it names what is saved"
+    assert open_loader(run).contents.left_out, "where latest names no full checkpoint, it names what is saved"
     zckpt.detach(engine)
     zckpt.attach(engine)
     engine.save_checkpoint(run, "weights")
-    assert zckpt.open(run).contents.left_out == ()
+    assert open_loader(run).contents.left_out == ()
 
 
 def test_weights_alone_never_replace_a_full_checkpoint(cluster: Cluster, tmp_path: Path) -> None:
@@ -155,7 +157,7 @@ def fail_once(run: str) -> None:
     train(engine, 1)
     engine.save_checkpoint(run)
     zckpt.wait()
-    assert zckpt.open(run).contents.left_out == ()
+    assert open_loader(run).contents.left_out == ()
     engine.load_checkpoint(run)
     engine.save_checkpoint(f"{run}/first", "full")
     zckpt.wait()
@@ -165,7 +167,7 @@ def fail_once(run: str) -> None:
             zckpt.wait()
     engine.save_checkpoint(f"{run}/second", "next")
     zckpt.wait()
-    assert zckpt.open(f"{run}/second").contents.left_out == ()
+    assert open_loader(f"{run}/second").contents.left_out == ()
 
 
 def test_a_save_that_has_failed_does_not_count(cluster: Cluster, tmp_path: Path) -> None:
@@ -180,7 +182,7 @@ def test_a_checkpoint_says_which_parts_the_write_has_left_out(tmp_path: Path) ->
     for number, options in enumerate(({"exclude": "exp_avg"}, {"parts": "master"})):
         zckpt.write(engine, tmp_path / str(number), latest=False, **options)  # type: ignore[call-overload]
         checkpoint = zckpt.open(tmp_path / str(number))
-        assert checkpoint.state[names.LEFT_OUT] == ["exp_avg"] == list(checkpoint.contents.left_out)
+        assert checkpoint.state[names.LEFT_OUT] == ["exp_avg"] == list(loader_of(checkpoint).contents.left_out)
 
 
 def test_wrong_options_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ import zckpt
 from tests.support import accelerator
 from tests.support.models import make_engine, train
 from tests.support.plain_engine import Engine
+from zckpt.checkpoint.reading.checkpoint import loader_of
 from zckpt.testing import ReferenceEngine
 
 if TYPE_CHECKING:
@@ -169,7 +170,7 @@ def test_only_the_state_that_is_asked_for_is_read(tmp_path: Path, engines_are_ad
     assert checkpoint.io.bytes_read < 1 << 20
     assert checkpoint.rank_state(0)["history"].numel() == 1 << 20
     before = checkpoint.io.bytes_read
-    ranks = zckpt.RankStates(checkpoint, None)
+    ranks = zckpt.RankStates(loader_of(checkpoint), None)
     assert (len(ranks), checkpoint.io.bytes_read) == (1, before)
 
 

@@ -18,6 +18,7 @@ import zckpt
 from tests.support.models import make_engine, train
 from tests.support.runs import assert_same, settings, tensors_of
 from zckpt.checkpoint.listing.find import find_and_open
+from zckpt.checkpoint.open import open_loader
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -28,8 +29,8 @@ ENGINES = "zckpt.engines"
 DEEPSPEED = f"{ENGINES}.deepspeed"
 POINTS = (
     "zckpt.checkpoint.restoring.machines.find_and_open",
-    "zckpt.checkpoint.reading.checkpoint.Checkpoint.read",
-    "zckpt.checkpoint.reading.checkpoint.Checkpoint.rank_state",
+    "zckpt.checkpoint.reading.loader.Loader.read",
+    "zckpt.checkpoint.reading.loader.Loader.rank_state",
     f"{ENGINES}.module_restoring.set_in_place",
     f"{ENGINES}.module_restoring.rng.restore",
     f"{DEEPSPEED}.restoring.rng.to_tensor",
@@ -166,7 +167,7 @@ def restore_damaged(path: str) -> list[tuple[str, int | None, str]]:
     zckpt.write(engine, path)
     zckpt.write(engine, f"{path}-whole", latest=False)
     if engine.global_rank == 0:
-        contents = zckpt.open(path).contents
+        contents = open_loader(path).contents
         part = contents.manifest.parts[contents.manifest.part_ids["state"]]
         (name, *_) = (
             name for name in map(contents.manifest.names.__getitem__, part.name_ids) if name.startswith("tree/1/")

@@ -21,6 +21,7 @@ from tests.support.memory_store import in_memory
 from tests.support.plain_engine import Engine, engines_are_adapters, everything
 from tests.support.progress import RecordedProgress
 from tests.support.states import fragment, same_all
+from zckpt.checkpoint.open import open_loader
 from zckpt.cli import main
 from zckpt.engines.history import History
 from zckpt.format import names
@@ -70,7 +71,7 @@ def data_file(path: str | Path, part: str = "param") -> Path:
 def shared(path: str | Path) -> set[str]:
     """Returns the parts whose file an earlier save has written. The manifest and the header of each file have to agree
     about this."""
-    manifest = zckpt.open(path).manifest
+    manifest = open_loader(path).manifest
     parts = {manifest.parts[file.part_id].name: file.origin for file in manifest.files}
     for part, origin in parts.items():
         assert f'"zckpt.save_id":"{origin or manifest.save_id}"'.encode() in data_file(path, part).read_bytes()[:4096]
@@ -108,8 +109,8 @@ def test_a_file_that_has_not_changed_is_shared(engine: Tuned, tmp_path: Path) ->
     assert_holds(second, engine.full)
     engine.train()
     third = zckpt.write(engine, tmp_path / "run" / "c")
-    origins = {file.origin for file in zckpt.open(third).manifest.files}
-    assert origins == {"", zckpt.open(first).manifest.save_id}, "of the save that wrote it, however long ago"
+    origins = {file.origin for file in open_loader(third).manifest.files}
+    assert origins == {"", open_loader(first).manifest.save_id}, "of the save that wrote it, however long ago"
     assert data_file(third).stat().st_nlink == 3
     # Each checkpoint is complete by itself, although others were deleted, moved or copied
     shutil.rmtree(first)
@@ -148,7 +149,7 @@ def test_if_everything_has_changed_almost_nothing_is_read_twice(
     monkeypatch.setattr(transfer, "digest", counted)
     second = zckpt.write(engine, tmp_path / "b", budget=zckpt.Budget(2 * MIB, threads=1))
     assert (shared(first), shared(second)) == (set(), set())
-    nbytes = sum(zckpt.open(second).manifest.files.nbytes)
+    nbytes = sum(open_loader(second).manifest.files.nbytes)
     assert nbytes < digested[0] < nbytes + 8 * MIB
 
 
@@ -188,8 +189,8 @@ def test_the_caller_chooses_the_earlier_checkpoint(engine: Tuned, tmp_path: Path
     assert "param" in shared(zckpt.write(other, tmp_path / "three" / "a", reuse=tmp_path / "one"))
     other = Tuned()
     assert "param" in shared(zckpt.write(other, tmp_path / "one" / "c")), "`latest` names one"
-    assert zckpt.open(tmp_path / "one" / "c").manifest.files.shared.keys() == {
-        zckpt.open(tmp_path / "one" / "b").manifest.save_id
+    assert open_loader(tmp_path / "one" / "c").manifest.files.shared.keys() == {
+        open_loader(tmp_path / "one" / "b").manifest.save_id
     }
     other.frozen = other.frozen + 1
     zckpt.write(other, tmp_path / "one" / "d", reuse=None)
@@ -251,7 +252,7 @@ def test_a_store_of_another_kind(engine: Tuned) -> None:
         zckpt.write(engine, "memory://run/a")
         engine.train()
         second = zckpt.write(engine, "memory://run/b")
-        assert zckpt.open(second).manifest.files.shared
+        assert open_loader(second).manifest.files.shared
         assert zckpt.validate(second).ok
         assert same_all(zckpt.open(second).load(), engine.full)
 
@@ -375,7 +376,7 @@ def test_a_repair_changes_no_shared_file(engine: Tuned, tmp_path: Path, lost: st
     first, before = zckpt.write(engine, tmp_path / "a"), engine.full
     engine.train()
     second = Path(zckpt.write(engine, tmp_path / "b"))
-    old, manifest = everything(Path(first)), zckpt.open(second).manifest
+    old, manifest = everything(Path(first)), open_loader(second).manifest
     if lost in ("manifest", "both"):
         (second / names.MANIFEST).unlink()
     if lost in ("table", "both"):
@@ -389,7 +390,7 @@ def test_a_repair_changes_no_shared_file(engine: Tuned, tmp_path: Path, lost: st
         return
     report = zckpt.repair(second, output=output)
     assert report.unverified == ()
-    assert zckpt.open(report.path).manifest.files == manifest.files
+    assert open_loader(report.path).manifest.files == manifest.files
     assert_holds(report.path, engine.full)
     assert everything(Path(first)) == old
     assert_holds(first, before)

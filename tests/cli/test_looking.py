@@ -20,6 +20,8 @@ import torch
 import zckpt
 from tests.support.litter import litter, write_steps
 from tests.support.states import Written, write_state
+from zckpt.checkpoint.open import open_loader
+from zckpt.checkpoint.reading.checkpoint import loader_of
 from zckpt.cli import main
 from zckpt.format import names
 from zckpt.storage.lock import WriteLock
@@ -78,8 +80,8 @@ def test_info_of_a_checkpoint_has_its_facts(written: Written, capsys: pytest.Cap
     info = json_of(capsys, "info", str(written.path))
     checkpoint = zckpt.open(written.path)
     assert (info["step"], info["world_size"], info["save_id"]) == (5, WORLD_SIZE, written.save_id)
-    assert info["writer"] == dict(checkpoint.manifest.writer)
-    assert (info["files"], info["nbytes"]) == (len(checkpoint.manifest.files), checkpoint.nbytes)
+    assert info["writer"] == dict(loader_of(checkpoint).manifest.writer)
+    assert (info["files"], info["nbytes"]) == (len(loader_of(checkpoint).manifest.files), checkpoint.nbytes)
     assert (info["problem"], info["locked_by"], info["leftovers"]) == (None, None, [])
     assert 0 <= info["age_seconds"] < 86_400
     parts = {part.pop("name"): part for part in info["parts"]}
@@ -256,8 +258,8 @@ def test_show_of_several_tensors_leaves_out_figures_that_are_not_finite(
 def test_show_reads_every_byte_once_and_holds_little(tmp_path: Path, layout: str, monkeypatch: Any) -> None:
     monkeypatch.setattr(statistics, "STRETCH_BYTES", 3 * 4096)
     written = write_state(tmp_path / "c", WORLD_SIZE, layout=layout)
-    checkpoint = zckpt.open(written.path)
-    infos = list(checkpoint.values())
+    checkpoint = open_loader(written.path)
+    infos = list(checkpoint.contents.values())
     stretches = list(statistics.stretches(checkpoint, infos))
     covered = {
         number: [stretch.span for stretch in stretches if stretch.number == number] for number in range(len(infos))
@@ -270,7 +272,7 @@ def test_show_reads_every_byte_once_and_holds_little(tmp_path: Path, layout: str
     assert len(stretches) > len(infos)
     seen: list[int] = []
     statistics.statistics(checkpoint, infos, stretches, seen.append)
-    assert checkpoint.io.data_bytes == sum(seen) == sum(info.nbytes for info in infos)
+    assert checkpoint.reader.count.data_bytes == sum(seen) == sum(info.nbytes for info in infos)
 
 
 def shown(path: str, *arguments: str) -> tuple[int, str, str]:

@@ -20,6 +20,7 @@ from tests.support.faults import Fault, faulty, short
 from tests.support.interrupts import threads_left
 from tests.support.plain_engine import Engine, everything, is_whole
 from tests.support.states import same_all, write_state
+from zckpt.checkpoint.reading.checkpoint import loader_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -162,7 +163,7 @@ def test_a_load_refuses_a_file_that_is_removed_or_replaced_before_it_is_opened(
             with refused if at == 0 else nullcontext():
                 assert same_all(checkpoint.load(), written.full)
         assert operations.matching > at or file in ("digests.bin", "index.bin"), "only these are read by one operation"
-        checkpoint.reader.close()
+        loader_of(checkpoint).reader.close()
 
 
 def test_a_data_file_that_is_removed_during_a_write_prevents_the_commit(tmp_path: Path) -> None:
@@ -181,7 +182,7 @@ def test_the_operating_system_may_do_less_than_it_was_asked_for(tmp_path: Path, 
         zckpt.write(engine, tmp_path / "c", budget=zckpt.Budget(direct=direct))
         checkpoint = zckpt.open(tmp_path / "c", budget=zckpt.Budget(direct=direct))
         assert same_all(checkpoint.load(), dict.fromkeys(("master/w", "exp_avg/w"), engine.weight))
-        checkpoint.reader.close()
+        loader_of(checkpoint).reader.close()
     assert is_whole(tmp_path / "c", engine)
 
 

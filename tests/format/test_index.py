@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 import zckpt
 from tests.support.states import same_all, write_state
 from zckpt.checkpoint.listing import contents
+from zckpt.checkpoint.open import open_loader
+from zckpt.checkpoint.reading.checkpoint import loader_of
 from zckpt.errors import DigestError, FormatError
 from zckpt.format import index as index_format
 from zckpt.format.digest import digest
@@ -124,10 +126,10 @@ def test_one_key_reads_one_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(index_format, "CHUNK_PIECES", 4)
     written = write_state(tmp_path / "c", 2, {f"t{i}": (6,) for i in range(20)}, parts=("master",))
     checkpoint = zckpt.open(written.path)
-    assert len(checkpoint.manifest.chunks) > 10
+    assert len(loader_of(checkpoint).manifest.chunks) > 10
     before = checkpoint.io.metadata_bytes
     assert [piece.stop for piece in checkpoint["master/t7"].pieces] == [3, 6]
-    sizes = {chunk.nbytes for chunk in checkpoint.manifest.chunks}
+    sizes = {chunk.nbytes for chunk in loader_of(checkpoint).manifest.chunks}
     assert checkpoint.io.metadata_bytes - before in sizes
     assert same_all(checkpoint.load(), written.full)
 
@@ -138,11 +140,12 @@ def test_few_pieces_of_the_index_are_in_memory_at_a_time(tmp_path: Path, monkeyp
     monkeypatch.setattr(contents, "KEPT_PIECES", 12)
     written = write_state(tmp_path / "c", 2, {f"t{i}": (6,) for i in range(20)}, parts=("master",))
     checkpoint = zckpt.open(written.path)
-    for number in range(len(checkpoint.manifest.chunks)):
-        checkpoint.contents.chunk(number)
-        kept = checkpoint.contents._layouts
+    opened = loader_of(checkpoint).contents
+    for number in range(len(opened.manifest.chunks)):
+        opened.chunk(number)
+        kept = opened._layouts
         assert number in kept
-        assert sum(len(layout.length) for layout in kept.values()) == checkpoint.contents._kept_pieces <= 12
+        assert sum(len(layout.length) for layout in kept.values()) == opened._kept_pieces <= 12
     assert same_all(checkpoint.load(), written.full)
 
 
@@ -264,7 +267,7 @@ def test_no_bit_of_an_index_may_flip(tmp_path: Path) -> None:
     written = write_state(tmp_path / "c", 2, {"a": (3, 2), "b": (5,), "c": (0,)})
     path = tmp_path / "c" / index_path(written.save_id)
     raw = path.read_bytes()
-    manifest = zckpt.open(tmp_path / "c").manifest
+    manifest = open_loader(tmp_path / "c").manifest
     for bit in range(8 * len(raw)):
         flipped = bytearray(raw)
         flipped[bit // 8] ^= 1 << bit % 8

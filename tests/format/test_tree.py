@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 import zckpt
 from tests.support.states import write_state
+from zckpt.checkpoint.reading.checkpoint import loader_of
 from zckpt.errors import FormatError, StateError
 from zckpt.format import tree
 from zckpt.format.limits import TREE_DEPTH_MAX, TREE_INTEGER_DIGITS_MAX
@@ -239,7 +240,7 @@ BROKEN = {
 @pytest.mark.parametrize(("rule", "raw"), BROKEN.values(), ids=BROKEN)
 def test_a_broken_tree_is_refused(checkpoint: zckpt.Checkpoint, rule: str, raw: bytes) -> None:
     with pytest.raises(FormatError) as caught:
-        checkpoint._tree(raw, "some file")
+        loader_of(checkpoint)._tree(raw, "some file")
     assert caught.value.rule == rule
 
 

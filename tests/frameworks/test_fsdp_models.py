@@ -18,6 +18,7 @@ from tests.support.fsdp_on_cpu import fsdp_accelerator
 from tests.support.slow_writes import slow
 from zckpt.checkpoint.listing.find import find
 from zckpt.checkpoint.listing.runs import can_resume
+from zckpt.checkpoint.open import open_loader
 from zckpt.frameworks import lightning_fsdp
 from zckpt.frameworks.fsdp_models import engine_of_model
 
@@ -83,7 +84,7 @@ def save_and_load(directory: str) -> list[Any]:
         found.append((counter.count, torch.equal(model.weight.full_tensor(), seen[number - 1])))
     step(*objects)
     accelerator.save_state(f"{directory}/here/checkpoint_3")
-    runs = {zckpt.open(path.parent).contents.lineage.run_id for path in Path(directory).rglob("manifest.msgpack")}
+    runs = {open_loader(path.parent).contents.lineage.run_id for path in Path(directory).rglob("manifest.msgpack")}
     return [*found, len(runs)]
 
 

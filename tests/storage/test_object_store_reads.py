@@ -13,6 +13,7 @@ import zckpt
 from tests.support.faulty_proxy import Fault, FaultyProxy
 from tests.support.live_export import make_engine, train
 from tests.support.states import write_state
+from zckpt.checkpoint.reading.checkpoint import loader_of
 from zckpt.format import names
 from zckpt.storage.contract import ANYTHING
 from zckpt.storage.schemes import open_store
@@ -133,7 +134,7 @@ def test_tensors_with_small_gaps_between_them_are_read_by_one_request(
 
     checkpoint, store = zckpt.open(f"{run}/step3"), open_store(f"{run}/step3")
     (between,) = checkpoint["master/t3"].pieces
-    content = bytearray(checkpoint.reader.read(between.file, 0, 16 * MIB))
+    content = bytearray(loader_of(checkpoint).reader.read(between.file, 0, 16 * MIB))
     content[between.offset] ^= 1  # The digests of what lies between are not compared.
     store.put(between.file, bytes(content), ANYTHING)
     proxy.clear()
@@ -160,10 +161,10 @@ def test_what_is_wrong_with_a_file_is_found_while_its_data_are_read(
     store_state(tmp_path, f"{run}/step3", {"a": (1000,), "b": (1000,)})
     store = open_store(f"{run}/step3")
     checkpoint = zckpt.open(f"{run}/step3")
-    (first, _), table = checkpoint["master/a"].files, names.digests_path(checkpoint.manifest.save_id, 1)
+    (first, _), table = checkpoint["master/a"].files, names.digests_path(loader_of(checkpoint).manifest.save_id, 1)
 
     def refused(path: str, content: bytes, rule: str) -> None:
-        before = checkpoint.reader.read(path, 0, MIB)
+        before = loader_of(checkpoint).reader.read(path, 0, MIB)
         store.put(path, content, ANYTHING)
         with pytest.raises(zckpt.FormatError) as caught:
             zckpt.open(f"{run}/step3").load(["master/b", "master/a"])
@@ -171,7 +172,7 @@ def test_what_is_wrong_with_a_file_is_found_while_its_data_are_read(
         assert str(caught.value.file).endswith(path)
         store.put(path, before, ANYTHING)
 
-    content, digests = checkpoint.reader.read(first, 0, MIB), checkpoint.reader.read(table, 0, MIB)
+    content, digests = (loader_of(checkpoint).reader.read(path, 0, MIB) for path in (first, table))
     refused(first, content + b"!", "F003")
     refused(first, content[:-1], "F003")
     refused(first, content[:-1] + b"!", "D003")

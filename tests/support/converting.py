@@ -10,6 +10,7 @@ import torch
 import zckpt
 from tests.support.models import make_engine, train
 from tests.support.runs import AFTER, BEFORE, fingerprints_of, raw, settings, tensors_of
+from zckpt.checkpoint.reading.checkpoint import loader_of
 
 CLIENT_STATE = {"note": "made by a test", "where": torch.arange(3), "at": (1, 2.5)}
 TAG = "saved"
@@ -94,8 +95,8 @@ def assert_same_checkpoints(written: zckpt.Checkpoint, converted: zckpt.Checkpoi
 
 def files(checkpoint: zckpt.Checkpoint) -> set[tuple[str, int, int]]:
     """Returns part, tier and rank of each data file, except for those of trees and buffers."""
-    parts = [part.name for part in checkpoint.manifest.parts]
-    places = {(parts[file.part_id], file.tier, file.rank) for file in checkpoint.manifest.files}
+    parts = [part.name for part in loader_of(checkpoint).manifest.parts]
+    places = {(parts[file.part_id], file.tier, file.rank) for file in loader_of(checkpoint).manifest.files}
     return {file for file in places if file[0] not in ("state", "buffer")}
 
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import zckpt
 from tests.support.converting import assert_same_checkpoints
 from tests.support.runs import link_all, logical, settings
+from zckpt.checkpoint.reading.checkpoint import loader_of
 from zckpt.testing.engine_definition import frozen
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ def check_conversion(
     assert zckpt.validate(converted.path, level="deep").ok
     own, new = zckpt.open(folder / "own"), zckpt.open(converted.path)
     assert_same_checkpoints(own, new, same_files=False)
-    assert own.manifest.writer["parallelism"] == new.manifest.writer["parallelism"]
+    assert loader_of(own).manifest.writer["parallelism"] == loader_of(new).manifest.writer["parallelism"]
     tensors = own.load()
     for number, (other, here) in enumerate(setups):
         path = str(folder / str(number))

@@ -17,6 +17,7 @@ from tests.support.apart import Apart
 from tests.support.faults import BROKEN as REFUSED
 from tests.support.faults import Fault, faulty
 from tests.support.states import same_all, write_state
+from zckpt.checkpoint.open import open_loader
 from zckpt.cli import main
 from zckpt.errors import (
     CheckpointExistsError,
@@ -106,7 +107,7 @@ def test_a_manifest(written: Written, damage: str) -> None:
 
 @pytest.mark.parametrize("damage", ["gone", "flipped", "short"])
 def test_an_index_is_rebuilt(written: Written, damage: str) -> None:
-    before, index = zckpt.open(written.path).manifest, data(written) / "index.bin"
+    before, index = open_loader(written.path).manifest, data(written) / "index.bin"
     raw = index.read_bytes()
     spoil(index, damage)
     assert not zckpt.validate(written.path, level="structure").ok
@@ -114,7 +115,7 @@ def test_an_index_is_rebuilt(written: Written, damage: str) -> None:
     assert report.rebuilt == (f"data-{written.save_id}/index.bin",), "and the manifest is what it was"
     assert (report.lost, report.unverified) == ((), ())
     assert index.read_bytes() == raw
-    assert zckpt.open(written.path).manifest == before
+    assert open_loader(written.path).manifest == before
     assert_same_tensors(written)
 
 
@@ -320,7 +321,7 @@ def test_large_blocks_and_the_command_line(tmp_path: Path, capsys: pytest.Captur
     assert main(["repair", str(written.path)]) == 0
     assert "lost        step" in capsys.readouterr().out
     assert same_all(zckpt.open(written.path).load(), written.full)
-    assert zckpt.open(written.path).manifest.block_bytes == 1 << 20
+    assert open_loader(written.path).manifest.block_bytes == 1 << 20
     data_file(written).unlink()
     (written.path / "manifest.msgpack").unlink()
     assert main(["repair", str(written.path), "--accept-unverified"]) == 2

@@ -31,7 +31,8 @@ from tests.support.device_copies import (
     written,
 )
 from tests.support.states import write_state
-from zckpt.checkpoint.reading.checkpoint import ReadRequest
+from zckpt.checkpoint.reading.checkpoint import loader_of
+from zckpt.checkpoint.reading.loader import ReadRequest
 from zckpt.geometry import all_of
 from zckpt.storage.local_reader import LocalReader
 from zckpt.storage.local_writer import LocalWriter
@@ -146,7 +147,7 @@ def test_urgent_targets_on_a_device_are_filled_when_the_caller_is_told(tmp_path:
 
     forget()
     with mock.patch.object(LocalReader, "is_cached", return_value=True):  # so that one thread does everything
-        checkpoint.read(requests, urgent=urgent, after_urgent=after_urgent)
+        loader_of(checkpoint).read(requests, urgent=urgent, after_urgent=after_urgent)
     (copied,) = copied_bytes
     assert sum(out[key].nbytes for key in keys[:urgent]) <= copied < sum(tensor.nbytes for tensor in out.values())
     assert same(out, expected)

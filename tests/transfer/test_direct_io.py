@@ -21,7 +21,8 @@ import zckpt
 from tests.support.memory import uncache
 from tests.support.states import PARTS, same_all, write_state
 from tests.support.waiting import wait_until
-from zckpt.checkpoint.reading.checkpoint import ReadRequest
+from zckpt.checkpoint.reading.checkpoint import loader_of
+from zckpt.checkpoint.reading.loader import ReadRequest
 from zckpt.geometry import all_of
 from zckpt.storage.buffers import PAGE_BYTES
 from zckpt.storage.local_reader import LocalReader
@@ -249,9 +250,9 @@ def test_no_byte_is_read_past_the_end_of_its_target(tmp_path: Path) -> None:
     room = torch.zeros(8)
     request = ReadRequest(checkpoint["master/w"], all_of((8,)), room[:7])
     with pytest.raises(ValueError, match="longer than the memory"):
-        checkpoint.read([request])
+        loader_of(checkpoint).read([request])
     with pytest.raises(ValueError, match="no gaps"):
-        checkpoint.read([request._replace(target=torch.zeros(16)[::2])])
+        loader_of(checkpoint).read([request._replace(target=torch.zeros(16)[::2])])
     assert not room.any()
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from zckpt.checkpoint.listing.find import advised, find_and_open, open_contents
 from zckpt.checkpoint.reading.checkpoint import Checkpoint
+from zckpt.checkpoint.reading.loader import Loader
 from zckpt.checkpoint.tiers.choice import Chosen, choose
 from zckpt.storage.cache import BlockCache, CachedReader
 
@@ -53,6 +54,13 @@ def open(  # noqa: A001  like the builtin, on purpose
         UnsupportedError: the path is a URL, and there is no store for its scheme, or a path of Windows elsewhere.
         ValueError: there are several paths and a cache.
     """
+    return Checkpoint(open_loader(path, budget, cache))
+
+
+def open_loader(
+    path: StrPath | Sequence[StrPath], budget: Budget | None = None, cache: StrPath | None = None
+) -> Loader:
+    """Opens a checkpoint for the other modules of zckpt, as ``open`` does for users."""
     if isinstance(path, (str, os.PathLike)):
         store, contents = find_and_open(path)
     elif cache is not None:
@@ -60,9 +68,9 @@ def open(  # noqa: A001  like the builtin, on purpose
     else:
         store, contents = choose(path).opened()
     if cache is None:
-        return Checkpoint(str(store.location), contents, budget, partial(advised, store))
+        return Loader(str(store.location), contents, budget, partial(advised, store))
     reader = contents.reader = CachedReader(contents.reader, contents.store.location, BlockCache(cache))
-    return Checkpoint(str(store.location), contents, budget, partial(_advised_with_cache, store, reader))
+    return Loader(str(store.location), contents, budget, partial(_advised_with_cache, store, reader))
 
 
 @contextmanager
@@ -73,15 +81,15 @@ def _advised_with_cache(store: Store, reader: CachedReader, *left: str) -> Itera
 
 def open_chosen(
     chosen: Chosen, budget: Budget | None = None, advised: Callable[..., AbstractContextManager[None]] = nullcontext
-) -> Checkpoint:
-    """Opens a checkpoint that may be in several places. ``advised``: as for ``open_checkpoint``. Raises the errors of
+) -> Loader:
+    """Opens a checkpoint that may be in several places. ``advised``: as for ``open_store_loader``. Raises the errors of
     ``Chosen.contents``."""
-    return Checkpoint(str(chosen.nearest().location), chosen.contents(), budget, advised)
+    return Loader(str(chosen.nearest().location), chosen.contents(), budget, advised)
 
 
-def open_checkpoint(
+def open_store_loader(
     store: Store, budget: Budget | None = None, advised: Callable[..., AbstractContextManager[None]] = nullcontext
-) -> Checkpoint:
+) -> Loader:
     """Opens the checkpoint in exactly this directory. ``advised``: returns a context that adds hints to the errors that
     are raised in it. Raises the errors of ``open_contents``."""
-    return Checkpoint(str(store.location), open_contents(store), budget, advised)
+    return Loader(str(store.location), open_contents(store), budget, advised)

@@ -13,7 +13,7 @@ import torch
 from zckpt.checkpoint.background import wait_for
 from zckpt.checkpoint.listing.find import advised
 from zckpt.checkpoint.listing.runs import whole_neighbours
-from zckpt.checkpoint.reading.checkpoint import Checkpoint, ReadRequest
+from zckpt.checkpoint.reading.loader import Loader, ReadRequest
 from zckpt.checkpoint.restoring.machines import find_spread
 from zckpt.checkpoint.restoring.peers import Peers
 from zckpt.checkpoint.restoring.plan import Request, RestorePlan, check_settings, plan_restore
@@ -102,13 +102,13 @@ class RankStates(Sequence["dict[str, Any] | None"]):
     FormatError and StorageError.
     """
 
-    def __init__(self, checkpoint: Checkpoint, own: dict[str, Any] | None) -> None:
+    def __init__(self, checkpoint: Loader, own: dict[str, Any] | None) -> None:
         self._checkpoint = checkpoint
         self.own = own
         """The state of this rank, which is already in memory. It is None if the writer had another number of ranks."""
 
     def __len__(self) -> int:
-        return self._checkpoint.world_size
+        return self._checkpoint.manifest.world_size
 
     @overload
     def __getitem__(self, index: int) -> dict[str, Any] | None: ...
@@ -272,7 +272,7 @@ def restore_engine(engine: object, path: Place, request: Request) -> tuple[Resto
         out = away(engine)
         if out is not None:
             out.bring_back_to_restore(kept, ranks, request.budget)
-        rank_of_writer = ranks.rank if plan.checkpoint.world_size == ranks.size else None
+        rank_of_writer = ranks.rank if plan.checkpoint.manifest.world_size == ranks.size else None
         ranks.together(lambda: _change(plan, rank_of_writer, request), "restore")
         # ``finish`` uses collectives of its own, so no rank may skip them, not even after an interrupt.
         errors: list[BaseException] = []
@@ -344,7 +344,7 @@ def _plan(engine: object, opened: Callable[[], tuple[Store, Contents]], request:
     check_memory(tensors_in_memory(adapter, adapter.parts), MismatchError)
     store, contents = opened()
     with advised(store):
-        checkpoint = Checkpoint(str(store.location), contents, request.budget)
+        checkpoint = Loader(str(store.location), contents, request.budget)
         names = registered(engine).objects if request.resumes else ()
         plan = plan_restore(adapter, checkpoint, request, ranks.rank, ranks.size, names)
     for warning in plan.warnings if ranks.rank == 0 else ():
@@ -427,7 +427,7 @@ def _requests(fragments: Iterable[Fragment], sources: Mapping[str, TensorInfo]) 
 
 
 @contextmanager
-def _changing_the_engine(checkpoint: Checkpoint) -> Iterator[None]:
+def _changing_the_engine(checkpoint: Loader) -> Iterator[None]:
     try:
         yield
     except (FormatError, StorageError) as error:

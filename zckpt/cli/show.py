@@ -13,7 +13,6 @@ import math
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-import zckpt
 from zckpt.cli import output
 from zckpt.cli.launched import launched
 
@@ -52,12 +51,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _statistics(path: str, keys: Sequence[str]) -> tuple[list[TensorInfo], list[Statistics]]:
     """Returns the selected tensors and, on rank 0, the statistics of each. All ranks share the work."""
+    from zckpt.checkpoint.open import open_loader
     from zckpt.progress import reported
     from zckpt.ranks.collectives import Ranks, check_equal
     from zckpt.tools.statistics import Statistics, statistics, stretches
 
     ranks = Ranks(call="zckpt show")
-    checkpoint = ranks.together(lambda: zckpt.open(path), "open the checkpoint")
+    checkpoint = ranks.together(lambda: open_loader(path), "open the checkpoint")
     infos = ranks.together(lambda: list(checkpoint.contents.select(keys).values()), "find the tensors")
 
     def share_of_this_rank() -> tuple[str, list[Statistics]]:

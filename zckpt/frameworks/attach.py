@@ -12,8 +12,7 @@ import torch.distributed as dist
 from zckpt.checkpoint.background import wait_for
 from zckpt.checkpoint.listing.other_formats import deepspeed_files
 from zckpt.checkpoint.listing.runs import latest_name, names_in
-from zckpt.checkpoint.open import open as open_path
-from zckpt.checkpoint.open import open_chosen
+from zckpt.checkpoint.open import open_chosen, open_loader
 from zckpt.checkpoint.restore import restore_engine
 from zckpt.checkpoint.restoring.mismatch import Caller
 from zckpt.checkpoint.restoring.plan import Request, check_settings, engine_state
@@ -469,7 +468,7 @@ def _load_checkpoint(
             left_out.add("scheduler")
         parts = None
         if weights_only:
-            checkpoint = open_path(path) if chosen is None else open_chosen(chosen)
+            checkpoint = open_loader(path) if chosen is None else open_chosen(chosen)
             parts = [part for part in checkpoint.parts if part in WEIGHT_PARTS]
             state = engine_state(checkpoint)
             if state is not None and "scheduler" not in state:  # The writer had no optimizer, so it had no scheduler.

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from zckpt.checkpoint.background import wait_for
-from zckpt.checkpoint.open import open as open_checkpoint
-from zckpt.checkpoint.open import open_chosen
+from zckpt.checkpoint.open import open_chosen, open_loader
 from zckpt.checkpoint.restore import Restored, restore_engine
 from zckpt.checkpoint.restoring.plan import Request
 from zckpt.checkpoint.write import write_engine
@@ -190,12 +189,12 @@ def load_model(
         if _is_older_than_pytorchs(run, name):
             return None
         try:
-            checkpoint = open_checkpoint(place) if isinstance(place, str) else open_chosen(place)
+            checkpoint = open_loader(place) if isinstance(place, str) else open_chosen(place)
         except UnfinishedWriteError:
             raise
         except CheckpointNotFoundError:
             return None
-        return [*checkpoint.parts], checkpoint.step
+        return [*checkpoint.parts], checkpoint.manifest.step
 
     there = ranks.decide(look, lambda found: next(filter(None, found), None), "look for the checkpoint")
     if there is None:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zckpt.checkpoint.open import open as open_path
+from zckpt.checkpoint.open import open_loader
+from zckpt.checkpoint.reading.checkpoint import Checkpoint
 from zckpt.checkpoint.reading.extra_state import extra_state
 from zckpt.errors import UnsupportedError, first_few, warn
 from zckpt.format import names
@@ -23,7 +24,7 @@ from zckpt.tools.exporting.checkpoint_source import refuse_no_weights
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from zckpt.checkpoint.reading.checkpoint import Checkpoint
+    from zckpt.checkpoint.reading.loader import Loader
     from zckpt.storage.location import StrPath
 
 _MARK = "_zckpt_reads"
@@ -72,7 +73,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
         ZckptError: the checkpoint cannot be read. ``zckpt.open`` and ``Checkpoint.load`` list these errors.
     """
     path = Location.of(checkpoint_dir).child("" if tag is None else str(tag))
-    tensors = _lazy_tensors(open_path(str(path)), exclude_frozen_parameters)
+    tensors = _lazy_tensors(open_loader(str(path)), exclude_frozen_parameters)
     return dict(tensors) if lazy_mode else _read(tensors)
 
 
@@ -178,7 +179,7 @@ def teach_deepspeed() -> None:
     @functools.wraps(original)
     def read(ds_checkpoint_dir: StrPath, exclude_frozen_parameters: bool) -> Any:
         if is_zckpts(ds_checkpoint_dir):
-            return _lazy_tensors(open_path(ds_checkpoint_dir), exclude_frozen_parameters)
+            return _lazy_tensors(open_loader(ds_checkpoint_dir), exclude_frozen_parameters)
         return original(ds_checkpoint_dir, exclude_frozen_parameters)
 
     setattr(read, _MARK, True)
@@ -205,15 +206,15 @@ def _refusing(original: Callable[..., Any]) -> Callable[..., Any]:
     return refuse
 
 
-def _lazy_tensors(checkpoint: Checkpoint, exclude_frozen_parameters: bool) -> dict[str, LazyTensor]:
+def _lazy_tensors(loader: Loader, exclude_frozen_parameters: bool) -> dict[str, LazyTensor]:
     """Returns the weights and buffers by name. A tied weight has all of its names. A weight that has master weights is
     read from these."""
-    trained, kept = "master" in checkpoint.parts, unconverted(extra_state(checkpoint))
+    trained, kept = "master" in loader.parts, unconverted(extra_state(loader))
     parts = ("buffer", "master") if exclude_frozen_parameters and trained else ("buffer", "param", "master")
-    refuse_no_weights(checkpoint, (info for info in checkpoint.values() if info.part in parts))
-    tensors = {}
+    refuse_no_weights(loader, (info for info in loader.contents.values() if info.part in parts))
+    checkpoint, tensors = Checkpoint(loader), {}
     for part in parts:
-        for key, info in checkpoint.items():
+        for key, info in loader.contents.items():
             if info.part == part:
                 dtype = torch.float32 if info.dtype.is_floating_point and info.name not in kept else info.dtype
                 tensors[info.name] = LazyTensor(key, dtype, torch.Size(info.shape), checkpoint)

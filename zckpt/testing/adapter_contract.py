@@ -13,7 +13,8 @@ import pytest
 import torch
 
 import zckpt
-from zckpt.checkpoint.reading.checkpoint import ReadRequest
+from zckpt.checkpoint.open import open_loader
+from zckpt.checkpoint.reading.loader import Loader, ReadRequest
 from zckpt.engines import adapt
 from zckpt.engines.contract import Selection
 from zckpt.plan.inventory import BUFFER, GRADIENT, MASTER, PARAM, Fragment
@@ -155,9 +156,9 @@ class AdapterContract(EngineDefinition):
     def _restore_in_turn(cls, path: str, turns: str) -> tuple[Any, list[Fragment]]:
         engine = cls.make(1)
         cls.train(engine, 1)
-        checkpoint = zckpt.open(path)
+        checkpoint = open_loader(path)
         names: dict[str, dict[str, Stored]] = {}
-        for info in checkpoint.values():
+        for info in checkpoint.contents.values():
             names.setdefault(info.part, {})[info.name] = info
         with _turn(engine, turns) as rank:
             adapter = adapt(engine)
@@ -170,7 +171,7 @@ class AdapterContract(EngineDefinition):
             unknown = {MASTER: ["no such name"], "no_such_part": ["no such name"]}
             assert adapter.unexpected(unknown) == [f"{part}/no such name" for part in unknown]
             selection = Selection(
-                stored=names, wanted=wanted, restored=set(checkpoint), kept=frozenset(), rng=True,
+                stored=names, wanted=wanted, restored=set(checkpoint.contents), kept=frozenset(), rng=True,
                 state=checkpoint.state["engine"], rank_state=checkpoint.rank_state(rank, lazy=True),
             )  # fmt: skip
             for tree in adapter.trees:
@@ -193,7 +194,7 @@ class AdapterContract(EngineDefinition):
                         assert isinstance(data, torch.Tensor)
                         assert data.shape == (f.span.numel,)
                         assert data.is_contiguous()
-                        request = ReadRequest(checkpoint[f.key], f.span, data)
+                        request = ReadRequest(checkpoint.contents[f.key], f.span, data)
                         checkpoint.read([request], rank=rank)
                         filled += [range_of(f)] if data.numel() else []
                     after()
@@ -202,7 +203,7 @@ class AdapterContract(EngineDefinition):
         _wait_for(turns, group_size(engine))
         restoring.finish()
         synchronize(adapter.devices)
-        assert adapter.step == checkpoint.step
+        assert adapter.step == checkpoint.manifest.step
         return frozen(cls.held(engine)), list(wanted)
 
     def test_a_fill_that_is_given_up_can_be_begun_again(self, run: Run, written: Written) -> None:
@@ -214,14 +215,14 @@ class AdapterContract(EngineDefinition):
     def _restore_again(cls, path: str) -> Any:
         engine = cls.make(1)
         cls.train(engine, 1)
-        read = zckpt.Checkpoint.read
+        read = Loader.read
 
         def fail(*arguments: Any, **options: Any) -> None:
             read(*arguments, **options)
             raise MemoryError
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(zckpt.Checkpoint, "read", fail)
+            patch.setattr(Loader, "read", fail)
             with pytest.raises((MemoryError, zckpt.RankError)):
                 zckpt.restore(engine, path)
         zckpt.restore(engine, path, rng=True)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from zckpt.checkpoint.reading.checkpoint import ReadRequest
+from zckpt.checkpoint.reading.loader import ReadRequest
 from zckpt.geometry import Span, cut_at_blocks
 from zckpt.plan.share import batches
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from zckpt.checkpoint.listing.contents import TensorInfo
-    from zckpt.checkpoint.reading.checkpoint import Checkpoint
+    from zckpt.checkpoint.reading.loader import Loader
 
 STRETCH_BYTES = 32 << 20
 """The largest number of bytes of a tensor that are in memory at a time, besides the buffers of the budget."""
@@ -85,7 +85,7 @@ class Stretch(NamedTuple):
         return self.span.numel * self.info.item_bytes
 
 
-def stretches(checkpoint: Checkpoint, infos: Sequence[TensorInfo]) -> Iterator[Stretch]:
+def stretches(checkpoint: Loader, infos: Sequence[TensorInfo]) -> Iterator[Stretch]:
     """Yields the first copy of each tensor in stretches of at most ``STRETCH_BYTES`` bytes. A stretch ends at the end
     of a piece or of a block, so that no byte is read twice for its digest."""
     blocks_max = max(STRETCH_BYTES // checkpoint.manifest.block_bytes, 1)
@@ -99,7 +99,7 @@ def stretches(checkpoint: Checkpoint, infos: Sequence[TensorInfo]) -> Iterator[S
 
 
 def statistics(
-    checkpoint: Checkpoint, infos: Sequence[TensorInfo], chosen: Sequence[Stretch], advance: Callable[[int], None]
+    checkpoint: Loader, infos: Sequence[TensorInfo], chosen: Sequence[Stretch], advance: Callable[[int], None]
 ) -> list[Statistics]:
     """Returns, for each tensor, the statistics of those of its elements that are in the ``chosen`` stretches.
     ``advance`` is called with the number of bytes that have been read. Raises FormatError and StorageError."""

@@ -12,6 +12,7 @@ import torch
 import zckpt
 from tests.support.states import write_state
 from zckpt.checkpoint.listing import contents as listing
+from zckpt.checkpoint.reading.checkpoint import loader_of
 from zckpt.plan.inventory import STATE
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ def test_each_rank_has_its_pieces_in_the_order_of_its_files(tmp_path: Path, port
     buffers = {"mean": [torch.full((3,), float(rank)) for rank in range(5)]}
     write_state(tmp_path / "c", 5, layout="random", buffers=buffers, client_state={"x": torch.arange(5)})
     checkpoint = zckpt.open(tmp_path / "c")
-    manifest = checkpoint.manifest
+    manifest = loader_of(checkpoint).manifest
     expected = {
         (key, piece.rank, piece.file, piece.start, piece.stop, piece.offset, piece.nbytes, piece.copy)
         for key, info in checkpoint.items()
@@ -34,7 +35,7 @@ def test_each_rank_has_its_pieces_in_the_order_of_its_files(tmp_path: Path, port
     rows = [np.arange(0 if part.name == STATE else len(part.name_ids)) for part in manifest.parts]
     listed = []
     with mock.patch.object(listing, "RANK_PIECES", portion):
-        each = dict(checkpoint.contents.pieces_of_ranks(rows, ranks))
+        each = dict(loader_of(checkpoint).contents.pieces_of_ranks(rows, ranks))
     assert list(each) == ranks
     for rank, pieces in each.items():
         places = list(zip(pieces.file.tolist(), pieces.offset.tolist(), strict=True))

@@ -25,7 +25,8 @@ from hypothesis import strategies as st
 import zckpt
 from tests.support.states import PARTS, SHAPES, Written, fragment, same, same_all, write_state
 from zckpt.checkpoint.listing import contents as listing
-from zckpt.checkpoint.reading import checkpoint as reading
+from zckpt.checkpoint.reading import loader as reading
+from zckpt.checkpoint.reading.checkpoint import loader_of
 from zckpt.plan import catalog, data_files
 from zckpt.plan.reads import plan_reads
 from zckpt.testing.fragments import write_fragments
@@ -312,9 +313,12 @@ def test_only_what_is_asked_for_is_read(written: Written) -> None:
         pieces = [piece for key in loaded for piece in checkpoint[key].pieces if piece.copy == 0 and piece.nbytes]
         tables = {f"data-{written.save_id}/rank-{piece.rank:05d}/digests.bin" for piece in pieces}
         layouts = {
-            part.layout_id for part in checkpoint.manifest.parts for key in loaded if key.startswith(f"{part.name}/")
+            part.layout_id
+            for part in loader_of(checkpoint).manifest.parts
+            for key in loaded
+            if key.startswith(f"{part.name}/")
         }
-        chunks = sum(chunk.nbytes for chunk in checkpoint.manifest.chunks if chunk.layout_id in layouts)
+        chunks = sum(chunk.nbytes for chunk in loader_of(checkpoint).manifest.chunks if chunk.layout_id in layouts)
         digests = sum((written.path / table).stat().st_size for table in tables)
         assert checkpoint.io.metadata_bytes == opened + chunks + digests
         assert checkpoint.io.bytes_read == checkpoint.io.metadata_bytes + checkpoint.io.data_bytes
@@ -365,7 +369,7 @@ def test_iterating_takes_the_memory_of_one_tensor(tmp_path: Path) -> None:
         assert tensor.count_nonzero() > 0, key
     assert high_water_mark() - before <= largest + 64 * MIB
     assert total <= checkpoint.io.data_bytes <= 1.01 * total  # reads are of whole pages
-    checkpoint.reader.close()
+    loader_of(checkpoint).reader.close()
     shutil.rmtree(tmp_path / "c")
 
 
@@ -394,7 +398,7 @@ def test_threads_share_a_checkpoint(written: Written) -> None:
     )
     assert checkpoint.io.data_bytes == nbytes
     assert open_files() <= before + 2
-    checkpoint.reader.close()
+    loader_of(checkpoint).reader.close()
     assert open_files() <= before
 
 
@@ -452,7 +456,7 @@ def test_a_file_that_ends_too_early_names_the_key_at_its_end(
     write_state(tmp_path / "checkpoint", 1, {"a": (100,), "b": (100,)}, parts=["master"])
     checkpoint = zckpt.open(tmp_path / "checkpoint")
     # The sizes of files are not checked here, as if the file became too short just after the check.
-    monkeypatch.setattr(checkpoint.contents, "check_sizes", lambda infos, unmeasured_bytes: {})
+    monkeypatch.setattr(loader_of(checkpoint).contents, "check_sizes", lambda infos, unmeasured_bytes: {})
     file = tmp_path / "checkpoint" / checkpoint["master/b"].files[0]
     os.truncate(file, file.stat().st_size - 10)
     with pytest.raises(zckpt.FormatError, match=r"F003.*key master/b"):

@@ -31,6 +31,7 @@ from tests.support.models import make_engine
 from tests.support.models import train as train_engine
 from tests.support.state_dicts import WEIGHT, blank, gathered, nested
 from tests.support.torch_models import held, make_state, train
+from zckpt.checkpoint.reading.checkpoint import loader_of
 from zckpt.checkpoint.reading.state_dict import paths_of
 from zckpt.testing.engine_definition import frozen
 from zckpt.tools.converting import to_dcp
@@ -159,7 +160,7 @@ def test_other_contents_become_a_state_dict(tmp_path: Path) -> None:
         for tensor, value in expected.state_dict().items():
             assert torch.equal(ck.state_dict()[tensor], value), tensor
         assert repr(ck.state["client_state"]) == repr(expected.state["client_state"])
-        assert paths_of(ck) == paths_of(expected)
+        assert paths_of(loader_of(ck)) == paths_of(loader_of(expected))
     assert ck.aliases == {"model.tied": "model.a.weight"}  # a file of torch.save tells this
 
 

@@ -25,6 +25,7 @@ from tests.support import lora
 from tests.support.hugging_face import content, make_hugging_face
 from tests.support.live_export import train
 from tests.support.memory import peak_growth
+from zckpt.checkpoint.open import open_loader
 from zckpt.geometry import Grid, Span
 from zckpt.storage.schemes import open_store
 from zckpt.tools.exporting.checkpoint_source import CheckpointSource
@@ -205,7 +206,7 @@ def test_extents_of_a_merged_weight_are_merged(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = make(torch.nn.Sequential(torch.nn.Linear(5, 6)), default={"target_modules": ["0"]})
     lora.write_model(tmp_path / "ckpt", model)
-    source = CheckpointSource(zckpt.open(tmp_path / "ckpt"), None, zckpt.Budget(8 << 20, 2))
+    source = CheckpointSource(open_loader(tmp_path / "ckpt"), None, zckpt.Budget(8 << 20, 2))
     layer = "base_model.model.0"
     base = f"{layer}.base_layer.weight"
     merge = Merge(f"{layer}.lora_B.default.weight", f"{layer}.lora_A.default.weight", None, 1.0, False)

@@ -16,6 +16,7 @@ import torch
 import zckpt
 from tests.support.progress import RecordedProgress
 from tests.support.states import Written, write_state
+from zckpt.checkpoint.open import open_loader
 from zckpt.cli import main
 from zckpt.tools.reporting.page_data import in_order, layer_of, layers, treemap
 from zckpt.tools.reporting.values import look
@@ -80,7 +81,7 @@ def test_the_norms_of_layers_are_those_of_all_their_tensors(tmp_path: Path) -> N
     states = [{f"l.{n}.{name}": torch.randn(50) for n in range(3) for name in "ab"} for _ in range(2)]
     for number, state in enumerate(states):
         write_state(tmp_path / str(number), 2, state, parts=("master",), step=number)
-    checkpoints = [zckpt.open(tmp_path / str(number)) for number in range(2)]
+    checkpoints = [open_loader(tmp_path / str(number)) for number in range(2)]
     table = layers(["master", "exp_avg"], look(checkpoints)[0])
     assert table.names == ("l.0", "l.1", "l.2")
     for n, name in enumerate(table.names):

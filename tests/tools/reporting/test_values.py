@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-import zckpt
 from tests.support.states import Written, write_state
+from zckpt.checkpoint.open import open_loader
 from zckpt.tools.reporting import values as module
 from zckpt.tools.reporting.values import EXPONENT_BIAS, TensorStatistics, joined, look
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from zckpt.checkpoint.reading.loader import Loader
     from zckpt.tools.statistics import Statistics
 
 NAN, INF = math.nan, math.inf
@@ -88,8 +89,8 @@ def written(directory: Path, layouts: list[tuple[str, int]]) -> list[dict[str, t
     return states
 
 
-def opened(directory: Path, count: int) -> list[zckpt.Checkpoint]:
-    return [zckpt.open(directory / str(number)) for number in range(count)]
+def opened(directory: Path, count: int) -> list[Loader]:
+    return [open_loader(directory / str(number)) for number in range(count)]
 
 
 @pytest.mark.parametrize("size", [1, 3])
@@ -115,7 +116,7 @@ def test_no_byte_is_read_twice_and_equal_tensors_are_read_once(tmp_path: Path) -
     look(checkpoints)
     total = sum(tensor.nbytes for tensor in full[0].values())
     frozen = full[0]["frozen"].nbytes
-    assert [checkpoint.io.data_bytes for checkpoint in checkpoints] == [total, total - frozen, total - frozen]
+    assert [checkpoint.reader.count.data_bytes for checkpoint in checkpoints] == [total, total - frozen, total - frozen]
 
 
 def test_a_tensor_that_is_new_or_has_another_shape_has_no_update(tmp_path: Path) -> None:

@@ -8,10 +8,10 @@ from zckpt.errors import FormatError
 from zckpt.plan.inventory import EXTRA_STATE
 
 if TYPE_CHECKING:
-    from zckpt.checkpoint.reading.checkpoint import Checkpoint
+    from zckpt.checkpoint.reading.loader import Loader
 
 
-def extra_state(checkpoint: Checkpoint) -> frozenset[str]:
+def extra_state(checkpoint: Loader) -> frozenset[str]:
     """Returns the names of these tensors, which are in the part ``buffer``. Raises FormatError."""
     engine = checkpoint.state.get("engine") if isinstance(checkpoint.state, dict) else None
     extra = engine.get(EXTRA_STATE, []) if isinstance(engine, dict) else []

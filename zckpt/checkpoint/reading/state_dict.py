@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import torch
 
     from zckpt.checkpoint.listing.contents import TensorInfo
-    from zckpt.checkpoint.reading.checkpoint import Checkpoint
+    from zckpt.checkpoint.reading.loader import Loader
     from zckpt.engines.state_dict.flat import Leaf
     from zckpt.geometry import Span
 
@@ -30,14 +30,14 @@ SHOWN_MAX = 5
 """The largest number of problems that an error lists."""
 
 
-def tensors_by_name(checkpoint: Checkpoint) -> dict[str, TensorInfo]:
+def tensors_by_name(checkpoint: Loader) -> dict[str, TensorInfo]:
     """Returns the tensors that a state dict may have, by name: all that a state dict had when it was written, or the
     weights and buffers of an engine. Tied ones have each of their names."""
     infos = checkpoint.weights()
-    return infos | {alias: infos[name] for alias, name in checkpoint.aliases.items() if name in infos}
+    return infos | {alias: infos[name] for alias, name in checkpoint.manifest.aliases.items() if name in infos}
 
 
-def paths_of(checkpoint: Checkpoint) -> dict[str, tuple[str | int, ...]]:
+def paths_of(checkpoint: Loader) -> dict[str, tuple[str | int, ...]]:
     """Returns the path of each leaf of the state dict that was written, by its name. It is empty if the checkpoint is
     not one of a state dict. Raises FormatError."""
     paths = [*_unpacked_paths(_tree(checkpoint).get(PATHS, []))]
@@ -56,11 +56,11 @@ def _unpacked_paths(packed: object) -> Iterator[Any]:
             yield None
 
 
-def own_rank(checkpoint: Checkpoint) -> int | None:
+def own_rank(checkpoint: Loader) -> int | None:
     """Returns the number of this rank, if the checkpoint was written by as many ranks as the job has, or None."""
     if dist.is_available() and dist.is_initialized():
-        return dist.get_rank() if dist.get_world_size() == checkpoint.world_size else None
-    return 0 if checkpoint.world_size == 1 else None
+        return dist.get_rank() if dist.get_world_size() == checkpoint.manifest.world_size else None
+    return 0 if checkpoint.manifest.world_size == 1 else None
 
 
 def is_path(value: object) -> bool:
@@ -72,7 +72,7 @@ class PlainValues(Mapping[str, Any]):
     """The plain values of a checkpoint by name, those of all ranks. What a single rank has written is read when it is
     asked for."""
 
-    def __init__(self, checkpoint: Checkpoint, rank: int | None = None) -> None:
+    def __init__(self, checkpoint: Loader, rank: int | None = None) -> None:
         """``rank``: the rank whose own values are returned, of those of which each rank has its own. None means rank
         0, or the first rank that has such a value."""
         root = checkpoint.state if isinstance(checkpoint.state, dict) else {}
@@ -106,7 +106,7 @@ class PlainValues(Mapping[str, Any]):
         if name in self._common:
             return self._common[name]
         rank = self._ranks[name]
-        if type(rank) is not int or rank not in range(self._checkpoint.world_size):
+        if type(rank) is not int or rank not in range(self._checkpoint.manifest.world_size):
             raise FormatError(f"state: {STATE_DICT}.{RANKS} has no rank of {name}", file=self._checkpoint.path)
         if name not in self._of_rank(rank):
             raise FormatError(f"state: {name} is not in the tree of rank {rank}", file=self._checkpoint.path)
@@ -122,14 +122,14 @@ def _names(value: object) -> frozenset[str]:
     return frozenset(name for name in value if isinstance(name, str)) if isinstance(value, list) else frozenset()
 
 
-def _tree(checkpoint: Checkpoint) -> dict[str, Any]:
+def _tree(checkpoint: Loader) -> dict[str, Any]:
     root = checkpoint.state if isinstance(checkpoint.state, dict) else {}
     engine = root.get("engine")
     tree = engine.get(STATE_DICT, {}) if isinstance(engine, dict) else {}
     return _map(tree, STATE_DICT, checkpoint)
 
 
-def _map(value: object, what: str, checkpoint: Checkpoint) -> dict[str, Any]:
+def _map(value: object, what: str, checkpoint: Loader) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise FormatError(f"state: {what} is not a map", file=checkpoint.path)
     return value
@@ -147,7 +147,7 @@ class LoadPlan:
     """The names of the leaves that the checkpoint does not have, and which stay as they are."""
 
 
-def plan_load(checkpoint: Checkpoint, state_dict: Mapping[Any, Any], *, strict: bool) -> LoadPlan:
+def plan_load(checkpoint: Loader, state_dict: Mapping[Any, Any], *, strict: bool) -> LoadPlan:
     """Plans what is read into a state dict. ``strict``: whether the checkpoint has to have all of its leaves. Raises
     MismatchError, which lists what does not fit, and the errors of ``leaves_of``."""
     leaves, infos, values = leaves_of(state_dict), tensors_by_name(checkpoint), PlainValues(checkpoint)

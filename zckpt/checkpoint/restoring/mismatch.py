@@ -16,7 +16,7 @@ from zckpt.storage.schemes import open_store
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
-    from zckpt.checkpoint.reading.checkpoint import Checkpoint
+    from zckpt.checkpoint.reading.loader import Loader
     from zckpt.checkpoint.restoring.matching import Match
     from zckpt.engines.contract import EngineAdapter, Selection
 
@@ -98,17 +98,17 @@ def summary(what: str, keys: Sequence[str]) -> str:
     return f"{len(keys)} {what} ({parts}: {first_few(names, SHOWN_MAX, ', ...')})"
 
 
-def not_dealt_out(checkpoint: Checkpoint, size: int, lost: Sequence[str]) -> str:
+def not_dealt_out(checkpoint: Loader, size: int, lost: Sequence[str]) -> str:
     """Returns the warning that states of single ranks are given to no rank, because the number of ranks is another
     one."""
     return (
-        f"each of the {checkpoint.world_size} ranks that wrote {checkpoint.path} had values of its own "
+        f"each of the {checkpoint.manifest.world_size} ranks that wrote {checkpoint.path} had values of its own "
         f"({', '.join(map(repr, lost))}). Now the number of ranks is {size}, and none gets any of them, so that a data "
         "loader or a loss scale begins anew. zckpt.open(path).client_rank_state(rank) returns those of each rank"
     )
 
 
-def fits_in_part(checkpoint: Checkpoint, matched: Match, trees: Collection[str]) -> list[str]:
+def fits_in_part(checkpoint: Loader, matched: Match, trees: Collection[str]) -> list[str]:
     """Returns the warning that says which tensors are not restored, or nothing if all are."""
     kept = matched.kept
     if not (kept or matched.unexpected or matched.zeroed):
@@ -126,7 +126,7 @@ def fits_in_part(checkpoint: Checkpoint, matched: Match, trees: Collection[str])
     return [f"{checkpoint.path} fits the engine in part: {'; '.join(lines)}"]
 
 
-def leaves_out(checkpoint: Checkpoint, weights: Sequence[str], caller: Caller) -> tuple[list[str], str]:
+def leaves_out(checkpoint: Loader, weights: Sequence[str], caller: Caller) -> tuple[list[str], str]:
     """Returns the problem and the hint for a checkpoint that leaves out what a training needs to go on. ``weights``: as
     for ``hint``. Looks for a checkpoint of the run that does not."""
     full = newest_to_resume(open_store(checkpoint.path), checkpoint.contents.lineage)

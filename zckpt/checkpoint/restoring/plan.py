@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from zckpt.checkpoint.listing.contents import TensorInfo
-    from zckpt.checkpoint.reading.checkpoint import Checkpoint
+    from zckpt.checkpoint.reading.loader import Loader
     from zckpt.engines.contract import EngineAdapter, Restoring
     from zckpt.progress import Progress
     from zckpt.transfer.budget import Budget
@@ -75,7 +75,7 @@ class RestorePlan:
     """What one rank restores. If there are ``problems``, nothing is restored, and these are the reasons."""
 
     adapter: EngineAdapter
-    checkpoint: Checkpoint
+    checkpoint: Loader
     match: Match
     restoring: Restoring
     client_state: dict[str, Any]
@@ -89,13 +89,13 @@ class RestorePlan:
 
 
 def plan_restore(
-    adapter: EngineAdapter, checkpoint: Checkpoint, request: Request, rank: int, size: int, registered: Collection[str]
+    adapter: EngineAdapter, checkpoint: Loader, request: Request, rank: int, size: int, registered: Collection[str]
 ) -> RestorePlan:
     """Plans the restore of rank ``rank`` of ``size`` ranks. Reads what the checkpoint says of its tensors, and the
     trees of state. ``registered`` has the names of the objects that are to be restored with the engine. Raises
     ValueError for a part or a tree that does not exist, and the errors of reading."""
     names: dict[str, dict[str, TensorInfo]] = {part: {} for part in checkpoint.parts}
-    for info in checkpoint.values():
+    for info in checkpoint.contents.values():
         names[info.part][info.name] = info
     trees = request.state
     if trees is None:
@@ -108,9 +108,11 @@ def plan_restore(
     if request.parts is not None:
         names = {part: names[part] for part in request.parts}
     in_part, trains = request.parts is not None, adapter.trains
-    matched = match(checkpoint, names, adapter.wanted(names), adapter.unexpected(names), in_part=in_part, trains=trains)
+    matched = match(
+        checkpoint.contents, names, adapter.wanted(names), adapter.unexpected(names), in_part=in_part, trains=trains
+    )
 
-    saved, same_size = engine_state(checkpoint), checkpoint.world_size == size
+    saved, same_size = engine_state(checkpoint), checkpoint.manifest.world_size == size
     state = {name: (saved or {}).get(name) for name in trees}
     needs_rank_state = request.rng or (saved is not None and adapter.needs_rank_state(state))
     rank_state = checkpoint.rank_state(rank, lazy=True) if needs_rank_state and same_size else None
@@ -130,7 +132,9 @@ def plan_restore(
         against = restoring.problems()
     problems = [*misfits, *told(against, "parts of the other state do not fit")]
     if request.rng and not same_size:
-        problems.append(f"rng=True needs {checkpoint.world_size} ranks, as wrote the checkpoint; these are {size}")
+        problems.append(
+            f"rng=True needs {checkpoint.manifest.world_size} ranks, as wrote the checkpoint; these are {size}"
+        )
 
     own_state: dict[str, Any] | None = None
     warnings: list[str] = []
@@ -156,8 +160,8 @@ def plan_restore(
                 client_state = state_of_rank
             elif state_of_rank is not None:
                 warnings.append(
-                    f"each of the {checkpoint.world_size} ranks that wrote {checkpoint.path} had a client_state of its "
-                    f"own; these are {size} ranks, and all of them get that of rank 0"
+                    f"each of the {checkpoint.manifest.world_size} ranks that wrote {checkpoint.path} had a "
+                    f"client_state of its own; these are {size} ranks, and all of them get that of rank 0"
                 )
         if not request.strict:
             warnings += fits_in_part(checkpoint, matched, trees)
@@ -170,7 +174,7 @@ def plan_restore(
     return RestorePlan(adapter, checkpoint, matched, restoring, client_state, own_state, problems, what_to_do, warnings)
 
 
-def _check_sizes(checkpoint: Checkpoint, matched: Match) -> None:
+def _check_sizes(checkpoint: Loader, matched: Match) -> None:
     """Checks the lengths of the files that this rank reads. A thousand ranks have thousands of files, so not every rank
     can look at all of them."""
     filled = [f for f in matched.filled if f.span.numel and f.key in matched.sources]
@@ -188,7 +192,7 @@ def _has_optimizer(paths: Iterable[Sequence[object]]) -> bool:
     return any(str(key).startswith("param_groups") for path in paths for key in path)
 
 
-def engine_state(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
+def engine_state(checkpoint: Loader) -> Mapping[str, Any] | None:
     """Returns the trees of the engine's non-tensor state. Returns None if a repair could not save them, or if the
     checkpoint is not one of an engine."""
     root = checkpoint.state if isinstance(checkpoint.state, dict) else {}

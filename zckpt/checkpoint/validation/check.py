@@ -95,7 +95,7 @@ def check_checkpoint(
     budget_of_reads, values, data = budget.serving(contents.store), None, None
     with reported(progress, "validate", _data_bytes(manifest, units) if with_data else 0) as advance:
         if with_data:
-            from zckpt.checkpoint.reading.checkpoint import Checkpoint
+            from zckpt.checkpoint.reading.loader import Loader
             from zckpt.checkpoint.validation.values import ValueChecks, derived_weights
             from zckpt.transfer.staging import host_pool
 
@@ -120,7 +120,7 @@ def check_checkpoint(
         with nullcontext() if data is None else data.staging.work():
             run_tasks(tasks(), budget_of_reads.threads)
         if with_data and sound:
-            checkpoint = Checkpoint("", contents, budget)
+            checkpoint = Loader("", contents, budget)
             checked = [rank for rank, k, _ in units if k == 0]
             shared = [lambda: checkpoint.state] if 0 in checked else []  # Its tensors are in the files of rank 0.
             note(failures(*(partial(checkpoint.rank_state, rank) for rank in checked), *shared))

@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from zckpt.checkpoint.listing.find import advised, find
-from zckpt.checkpoint.open import open_checkpoint
+from zckpt.checkpoint.open import open_store_loader
 from zckpt.errors import KeyNotFoundError
 from zckpt.format.digest import digest
 from zckpt.ranks.collectives import Ranks, check_equal
@@ -23,7 +23,7 @@ from zckpt.transfer.budget import Budget
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from zckpt.checkpoint.reading.checkpoint import Checkpoint
+    from zckpt.checkpoint.reading.loader import Loader
     from zckpt.plan.select import Keys
     from zckpt.progress import Progress
     from zckpt.storage.location import StrPath
@@ -112,32 +112,32 @@ class _BothCheckpoints:
         self._budget = budget or Budget.from_environment()
         self.checkpoints = a, b = self._open(paths[0]), self._open(paths[1])
         selected_keys = _selected(a, b, keys)
-        self.pairs, self.only_in_a, self.only_in_b = paired(a, b, *selected_keys)
+        self.pairs, self.only_in_a, self.only_in_b = paired(a.contents, b.contents, *selected_keys)
         self._with_state = keys is None
         keys_digest = digest(repr(selected_keys).encode(errors="backslashreplace"))
         self.identity: list[object] = [a.manifest.save_id, b.manifest.save_id, keys_digest]
         """The save ids of the checkpoints and a digest of the keys. They have to be equal on all ranks."""
 
-    def _open(self, path: str) -> Checkpoint:
+    def _open(self, path: str) -> Loader:
         store = open_store(path)
         with advised(store):
-            return open_checkpoint(store, budget_of_a_read(self._budget), partial(advised, store))
+            return open_store_loader(store, budget_of_a_read(self._budget), partial(advised, store))
 
     def compare(self, number: int, size: int, rtol: float, atol: float, progress: Progress | None) -> _Found:
         a, b = self.checkpoints
-        bytes_read_before = a.io.bytes_read + b.io.bytes_read
+        bytes_read_before = a.reader.count.bytes_read + b.reader.count.bytes_read
         comparison = Comparison(a, b, self._budget, rtol, atol, number, size)
         tallies = comparison.run([pair for pair in self.pairs if pair.is_comparable], progress)
         differences = list(self._state(number, size)) if self._with_state else []
-        bytes_read = a.io.bytes_read + b.io.bytes_read - bytes_read_before
+        bytes_read = a.reader.count.bytes_read + b.reader.count.bytes_read - bytes_read_before
         return tallies, [astuple(difference) for difference in differences], bytes_read
 
     def _state(self, number: int, size: int) -> Iterator[StateDifference]:
         a, b = self.checkpoints
         if number == 0:
             yield from tree_differences(settings(a), settings(b), "")
-        if a.world_size == b.world_size:
-            for rank in range(number, a.world_size, size):
+        if a.manifest.world_size == b.manifest.world_size:
+            for rank in range(number, a.manifest.world_size, size):
                 yield from tree_differences(a.rank_state(rank) or {}, b.rank_state(rank) or {}, f"rank {rank}")
 
     def difference(self, found: _Found) -> Difference:
@@ -173,11 +173,11 @@ def _joined(found: Sequence[_Found]) -> _Found:
     return tallies, differences, sum(bytes_read for *_, bytes_read in found)
 
 
-def _selected(a: Checkpoint, b: Checkpoint, keys: Keys) -> tuple[list[str], list[str]]:
+def _selected(a: Loader, b: Loader, keys: Keys) -> tuple[list[str], list[str]]:
     """Returns the keys of each checkpoint that ``keys`` selects. Raises KeyNotFoundError if a key, a glob or a
     predicate matches nothing in either checkpoint."""
     if keys is None:
-        return list(a), list(b)
+        return list(a.contents), list(b.contents)
     selected: tuple[dict[str, None], dict[str, None]] = ({}, {})
     for pattern in [keys] if isinstance(keys, str) or callable(keys) else list(keys):
         errors = []

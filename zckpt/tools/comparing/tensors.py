@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from zckpt.checkpoint.reading.checkpoint import ReadRequest
+from zckpt.checkpoint.reading.loader import ReadRequest
 from zckpt.errors import FormatError
 from zckpt.format.digest import DIGEST_BYTES, block_count
 from zckpt.geometry import Span, all_of, cut_at_blocks, ragged
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from zckpt.checkpoint.listing.contents import TensorInfo
-    from zckpt.checkpoint.reading.checkpoint import Checkpoint
+    from zckpt.checkpoint.reading.loader import Loader
     from zckpt.geometry import Ints
     from zckpt.plan.reshard import StoredPieces
 
@@ -95,11 +95,11 @@ def paired(
     return list(pairs.values()), only_in_a, only_in_b
 
 
-def compared_copies(a: Checkpoint, b: Checkpoint, pair: Pair) -> list[tuple[int, int]]:
+def compared_copies(a: Loader, b: Loader, pair: Pair) -> list[tuple[int, int]]:
     """Returns the numbers of the copies of a tensor in a and in b that are compared with each other. The copies that
     every load reads are always compared. If the tensor is a buffer and both checkpoints have the same number of ranks,
     the copies of each rank are compared too."""
-    if pair.a.part != BUFFER or a.world_size != b.world_size:
+    if pair.a.part != BUFFER or a.manifest.world_size != b.manifest.world_size:
         return [(0, 0)]
     copy_in_a, copy_in_b = (
         {piece.rank: piece.copy for piece in checkpoint.contents.pieces(info)}
@@ -131,9 +131,9 @@ class PairSlice(NamedTuple):
 class Comparison:
     """The comparison of two checkpoints, shared by ``size`` processes."""
 
-    a: Checkpoint
+    a: Loader
     """The first checkpoint."""
-    b: Checkpoint
+    b: Loader
     """The second checkpoint."""
     budget: Budget
     """The memory and the threads of this process."""
@@ -172,7 +172,7 @@ class Comparison:
         return tallies
 
     @staticmethod
-    def _read(checkpoint: Checkpoint, ranges: Sequence[tuple[TensorInfo, int, PairSlice]]) -> list[torch.Tensor]:
+    def _read(checkpoint: Loader, ranges: Sequence[tuple[TensorInfo, int, PairSlice]]) -> list[torch.Tensor]:
         """Reads the elements of each slice from one checkpoint. ``ranges``: the tensor, the number of its copy, and the
         slice."""
         requests = [ReadRequest.fresh(info, pair_slice.span, copy) for info, copy, pair_slice in ranges]
@@ -196,9 +196,7 @@ class Comparison:
                     yield PairSlice(pair, copy_a, copy_b, part)
 
 
-def unequal(
-    a: Checkpoint, b: Checkpoint, compared: Sequence[tuple[Pair, int, int]]
-) -> Iterator[tuple[Ints, list[Span]]]:
+def unequal(a: Loader, b: Loader, compared: Sequence[tuple[Pair, int, int]]) -> Iterator[tuple[Ints, list[Span]]]:
     """Yields for each pair of copies the spans of elements that may differ, in ascending order, and the first elements
     of the pieces in the order of these spans. The digests of all other elements are equal. No values are read.
     ``compared``: the tensors, with the numbers of their copies in a and in b.
@@ -228,7 +226,7 @@ def unequal(
 class _Digests:
     """The digest tables of a checkpoint, one after the other. Each table is read when it is first needed."""
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: Loader) -> None:
         manifest = checkpoint.manifest
         self._contents, self._block_bytes = checkpoint.contents, manifest.block_bytes
         self._rank = np.array(manifest.files.rank, np.int64)

@@ -17,21 +17,21 @@ from zckpt.transfer.memory import host_bytes
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from zckpt.checkpoint.reading.checkpoint import Checkpoint
+    from zckpt.checkpoint.reading.loader import Loader
 
 _NOTHING = object()
 LONG_BYTES = 16
 """The largest number of bytes that a text shows. Of longer values, it shows only the number of bytes."""
 
 
-def settings(checkpoint: Checkpoint) -> dict[str, object]:
+def settings(checkpoint: Loader) -> dict[str, object]:
     """Returns the non-tensor state that all ranks share: the step, the names of tied weights, and the entries of the
     mapping at the root of the tree of state, except the lineage, which is no state. If the root is not a mapping, it is
     the entry ``state``. Raises FormatError and StorageError."""
     state = checkpoint.state
     shared = state if isinstance(state, Mapping) else {"state": state}
     of_state = {key: value for key, value in shared.items() if key not in (LINEAGE, MACHINES)}
-    return {"step": checkpoint.step, "aliases": checkpoint.aliases, **of_state}
+    return {"step": checkpoint.manifest.step, "aliases": checkpoint.manifest.aliases, **of_state}
 
 
 def tree_differences(a: object, b: object, path: str) -> Iterator[StateDifference]:

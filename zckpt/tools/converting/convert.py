@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from zckpt.checkpoint.listing.find import find
-from zckpt.checkpoint.open import open as open_path
+from zckpt.checkpoint.open import open_loader
 from zckpt.errors import UnsupportedError, printable
 from zckpt.ranks.collectives import Ranks
 from zckpt.storage.location import Location
@@ -150,7 +150,7 @@ def convert(
         ranks.agree([origin, str(store.location), to, tag, stage, world_size, overwrite], "arguments")
         source_format, path = ranks.first(look, "look at the source")
         if to != "zckpt":
-            checkpoint = ranks.together(lambda: open_path(path, budget=budget), "open the checkpoint")
+            checkpoint = ranks.together(lambda: open_loader(path, budget=budget), "open the checkpoint")
             write: Any = partial(to_deepspeed, tag=tag, stage=stage, world_size=world_size)
             if to == "universal":
                 write = partial(to_universal, tag=tag)

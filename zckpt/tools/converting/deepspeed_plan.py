@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from zckpt.checkpoint.listing.contents import TensorInfo
-    from zckpt.checkpoint.reading.checkpoint import Checkpoint
+    from zckpt.checkpoint.reading.loader import Loader
     from zckpt.engines.flats import FlatBuffer
     from zckpt.tools.exporting.plan import OutputFile
 
@@ -57,7 +57,7 @@ class DeepSpeedFolderPlan:
     """Plans the files of a folder as trees. The members raise what ``to_deepspeed`` raises for a checkpoint that does
     not fit."""
 
-    checkpoint: Checkpoint
+    checkpoint: Loader
     stage: int | None
     """The ZeRO stage of the engines that will load the folder. None means the stage of the engine that wrote the
     checkpoint."""
@@ -105,7 +105,7 @@ class DeepSpeedFolderPlan:
     @cached_property
     def ranks(self) -> int:
         """The number of ranks that will load the folder."""
-        return self.world_size or self.checkpoint.world_size
+        return self.world_size or self.checkpoint.manifest.world_size
 
     def files(self) -> Iterator[OutputFile]:
         """Yields the plan of each file, whose tensors are those of ``infos``. A file is planned when it is asked
@@ -122,14 +122,14 @@ class DeepSpeedFolderPlan:
     def infos(self) -> dict[str, TensorInfo]:
         """All tensors of the checkpoint by key, and the copies of buffers that single ranks have, by names that are not
         keys."""
-        return {**self.checkpoint, **{name: self.checkpoint[_key_of(name)] for name in self.copies}}
+        return {**self.checkpoint.contents, **{name: self.checkpoint.contents[_key_of(name)] for name in self.copies}}
 
     @cached_property
     def copies(self) -> dict[str, int]:
         """The number ``copy`` of each copy of a buffer that a single rank has, by the name that it has in ``infos``."""
         if not self._same_ranks:
             return {}
-        infos = [info for info in self.checkpoint.values() if info.part == BUFFER]
+        infos = [info for info in self.checkpoint.contents.values() if info.part == BUFFER]
         return {_copy(info.key, piece.rank): piece.copy for info in infos for piece in info.pieces if piece.copy}
 
     def missing(self) -> tuple[str, ...]:
@@ -150,12 +150,14 @@ class DeepSpeedFolderPlan:
                 "the offload to NVMe: DeepSpeed loads no such engine right; load the folder with the optimizer on the "
                 "device or in CPU memory"
             )
-        rank_local = [key for key, info in checkpoint.items() if info.part == BUFFER and len(_copies(info)) > 1]
+        rank_local = [
+            key for key, info in checkpoint.contents.items() if info.part == BUFFER and len(_copies(info)) > 1
+        ]
         if rank_local and (setup.stage < 3 or not self._same_ranks):
             phrases.append(f"the values that ranks other than 0 have of {first_few(rank_local, 3)}")
         if (setup.stage < 3 or not self._same_ranks) and self._any_rank_has(names.CLIENT_STATE):
             phrases.append("the client_state of ranks other than 0")
-        trees = (checkpoint.rank_state(rank, lazy=True) for rank in range(checkpoint.world_size))
+        trees = (checkpoint.rank_state(rank, lazy=True) for rank in range(checkpoint.manifest.world_size))
         if any(isinstance(tree, dict) and names.CLIENT_RANK_STATE in tree for tree in trees):
             phrases.append("what each rank has of its own: rank_state, and registered objects (client_rank_state)")
         reserved = sorted(STOCK.intersection(map(str, self._client_state(0))))
@@ -316,18 +318,18 @@ class DeepSpeedFolderPlan:
         weights = {**dict.fromkeys(self._named(MASTER), MASTER), **dict.fromkeys(self._masterless, PARAM)}
         views = {name: self._weight(part, name) for name, part in weights.items()}
         for name in self._named(BUFFER):
-            info = self.checkpoint[f"{BUFFER}/{name}"]
+            info = self.checkpoint.contents[f"{BUFFER}/{name}"]
             copy_name = _copy(info.key, rank)
             views[name] = _whole(copy_name if copy_name in self.copies else info.key, info.dtype, info.shape)
         yield from views.items()
-        for alias, name in self.checkpoint.aliases.items():
+        for alias, name in self.checkpoint.manifest.aliases.items():
             if name in views:
                 yield alias, views[name]
 
     def _weight(self, part: str, name: str) -> View:
         """Returns a weight in the dtype that the model computes with. DeepSpeed too rounds master weights to this
         dtype."""
-        info = self.checkpoint[f"{part}/{name}"]
+        info = self.checkpoint.contents[f"{part}/{name}"]
         dtype = info.dtype if part == PARAM else getattr(torch, self.setup.other_dtypes.get(name, self.setup.dtype))
         if self.setup.stage == 3:
             return View(Storage(dtype, 0), (0,))
@@ -337,7 +339,7 @@ class DeepSpeedFolderPlan:
         """Yields what a rank has of each parameter without a master weight. At stage 3 that is its partition, with the
         padding."""
         for name in self._masterless:
-            info = self.checkpoint[f"{PARAM}/{name}"]
+            info = self.checkpoint.contents[f"{PARAM}/{name}"]
             if self.setup.stage == 2:
                 yield name, _whole(info.key, info.dtype, info.shape)
                 continue
@@ -371,9 +373,9 @@ class DeepSpeedFolderPlan:
         extents, dtypes = {}, set()
         for parameter_range in flat.wider.get(part, flat.ranges):
             key = f"{part}/{parameter_range.name}"
-            if key not in self.checkpoint:
+            if key not in self.checkpoint.contents:
                 raise MismatchError("the checkpoint does not have all of the optimizer's state", key=key)
-            dtypes.add(self.checkpoint[key].dtype)
+            dtypes.add(self.checkpoint.contents[key].dtype)
             if parameter_range.span.numel:
                 extents[parameter_range.offset] = Extent(key, parameter_range.span)
         return Storage(next(iter(dtypes), torch.float32), math.prod(shape), extents)
@@ -429,7 +431,7 @@ class DeepSpeedFolderPlan:
     @cached_property
     def _same_ranks(self) -> bool:
         """Whether the folder is for the number of ranks that wrote the checkpoint."""
-        return self.ranks == self.checkpoint.world_size
+        return self.ranks == self.checkpoint.manifest.world_size
 
     @cached_property
     def _saved(self) -> optimizer.Saved:
@@ -452,12 +454,12 @@ class DeepSpeedFolderPlan:
     def _any_rank_has(self, key: str) -> bool:
         """Returns whether the tree of state of any rank has this key. A checkpoint that was converted has no tree of
         rank 0."""
-        trees = (self.checkpoint.rank_state(rank, lazy=True) for rank in range(self.checkpoint.world_size))
+        trees = (self.checkpoint.rank_state(rank, lazy=True) for rank in range(self.checkpoint.manifest.world_size))
         return any(key in (tree or {}) for tree in trees)
 
     def _named(self, part: str) -> list[str]:
         """Returns the names of all tensors in a part."""
-        return [info.name for info in self.checkpoint.values() if info.part == part]
+        return [info.name for info in self.checkpoint.contents.values() if info.part == part]
 
     @cached_property
     def _masterless(self) -> list[str]:
@@ -468,17 +470,17 @@ class DeepSpeedFolderPlan:
     @cached_property
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of each parameter by name."""
-        return {info.name: info.shape for info in self.checkpoint.values() if info.part in (MASTER, PARAM)}
+        return {info.name: info.shape for info in self.checkpoint.contents.values() if info.part in (MASTER, PARAM)}
 
     def _aliases(self, part: str) -> dict[str, str]:
         """Returns for each other name of a tied buffer, or of a tied parameter, the name under which it is stored."""
         stored = set(self._named(BUFFER)) if part == BUFFER else self._shapes.keys()
-        return {alias: name for alias, name in self.checkpoint.aliases.items() if name in stored}
+        return {alias: name for alias, name in self.checkpoint.manifest.aliases.items() if name in stored}
 
     @cached_property
     def _groups(self) -> list[list[str]]:
         """The names of each param group, in the order in which DeepSpeed will keep them."""
-        ranks = self.checkpoint.world_size
+        ranks = self.checkpoint.manifest.world_size
         groups = [natural_order(group["params"], self.source, ranks) for group in self._saved.groups]
         unknown = [name for group in groups for name in group if name not in self._shapes]
         if unknown:

@@ -46,7 +46,7 @@ from zckpt.tools.exporting.torch_file import Storage, View, torch_file
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from zckpt.checkpoint.reading.checkpoint import Checkpoint
+    from zckpt.checkpoint.reading.loader import Loader
     from zckpt.engines.state_dict.flat import Path
     from zckpt.progress import Progress
     from zckpt.ranks.collectives import Ranks
@@ -60,7 +60,7 @@ _FILES = ("*.distcp", METADATA)
 
 
 def to_dcp(
-    checkpoint: Checkpoint,
+    checkpoint: Loader,
     destination: str,
     ranks: Ranks,
     *,
@@ -110,11 +110,11 @@ class DcpPlan:
 
     copies: Mapping[str, int] = {}
 
-    def __init__(self, checkpoint: Checkpoint, world_size: int | None) -> None:
+    def __init__(self, checkpoint: Loader, world_size: int | None) -> None:
         if world_size is not None and world_size < 1:
             raise ValueError(f"world_size must be 1 or more, got {world_size!r}")
         self._checkpoint = checkpoint
-        self._ranks = world_size or checkpoint.world_size
+        self._ranks = world_size or checkpoint.manifest.world_size
         self._paths: dict[str, Path] = {}
         self._tensors: dict[str, TensorInfo | torch.Tensor] = {}
         self._values: dict[str, Any] = {}
@@ -170,10 +170,10 @@ class DcpPlan:
     def missing(self) -> tuple[str, ...]:
         """Returns a phrase for each thing that the folder lacks."""
         checkpoint, phrases = self._checkpoint, list(self._left_out)
-        trees = [checkpoint.rank_state(rank, lazy=True) or {} for rank in range(checkpoint.world_size)]
+        trees = [checkpoint.rank_state(rank, lazy=True) or {} for rank in range(checkpoint.manifest.world_size)]
         if any(tree.get("rng") is not None for tree in trees):
             phrases.append("the random number generators of the ranks")
-        differing = [info.key for info in checkpoint.values() if any(piece.copy for piece in info.pieces)]
+        differing = [info.key for info in checkpoint.contents.values() if any(piece.copy for piece in info.pieces)]
         if differing:
             phrases.append(f"the values that ranks other than 0 have of {first_few(differing, 3)}")
         own = (names.CLIENT_STATE, names.CLIENT_RANK_STATE)
@@ -245,7 +245,7 @@ class DcpPlan:
                     if name in members:
                         for key, value in values.items():
                             self._add(("optim", "state", name, str(key)), value)
-        for info in self._checkpoint.values():
+        for info in self._checkpoint.contents.values():
             if info.part not in RESERVED_PARTS:
                 self._add(("optim", "state", info.name, info.part), info)
 

@@ -34,14 +34,14 @@ from zckpt.tools.exporting.place import Place
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from zckpt.checkpoint.reading.checkpoint import Checkpoint
+    from zckpt.checkpoint.reading.loader import Loader
     from zckpt.progress import Progress
     from zckpt.ranks.collectives import Ranks
     from zckpt.transfer.budget import Budget
 
 
 def to_deepspeed(
-    checkpoint: Checkpoint,
+    checkpoint: Loader,
     destination: str,
     ranks: Ranks,
     *,
@@ -73,7 +73,7 @@ def to_deepspeed(
 
 
 def to_universal(
-    checkpoint: Checkpoint,
+    checkpoint: Loader,
     destination: str,
     ranks: Ranks,
     *,
@@ -91,7 +91,7 @@ def to_universal(
 
 
 def _write(
-    checkpoint: Checkpoint,
+    checkpoint: Loader,
     destination: str,
     ranks: Ranks,
     make_plan: Callable[[], DeepSpeedFolderPlan],
@@ -105,7 +105,7 @@ def _write(
 ) -> tuple[str, tuple[str, ...]]:
     """Writes the folder of a plan, whose files have names of these ``patterns``, and then the file of the name
     ``latest``. The other arguments, the results and the errors are those of ``to_deepspeed``."""
-    tag = f"global_step{checkpoint.step}" if tag is None else tag
+    tag = f"global_step{checkpoint.manifest.step}" if tag is None else tag
     run = Location.of(destination).absolute()
     plan = ranks.together(make_plan, "plan the folder")
     missing = write_folder(

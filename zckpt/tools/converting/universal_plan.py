@@ -113,11 +113,11 @@ class UniversalPlan(DeepSpeedFolderPlan):
         """Returns the master weights of a parameter, or one of its moments."""
         extents, numel = {}, 0
         for name, span in parameter.parts:
-            if f"{part}/{name}" not in self.checkpoint:
+            if f"{part}/{name}" not in self.checkpoint.contents:
                 raise MismatchError("the checkpoint does not have all of the optimizer's state", key=f"{part}/{name}")
             extents[numel] = Extent(f"{part}/{name}", span)
             numel += span.numel
-        dtype = self.checkpoint[extents[0].source].dtype
+        dtype = self.checkpoint.contents[extents[0].source].dtype
         return View(Storage(dtype, numel, extents if numel else {}), parameter.shape)
 
     def _parameters(self) -> Iterator[tuple[str, _Parameter]]:
@@ -160,7 +160,7 @@ class UniversalPlan(DeepSpeedFolderPlan):
     def _cut(self, name: str) -> dict[str, Any]:
         """Returns what tells DeepSpeed's loader how an ``mpu`` cuts a parameter, if the ranks of the run had boxes of
         it that are cut in one dimension. A parameter of which nothing is told is cut in its first dimension."""
-        grid: Grid = self.checkpoint.contents.grid(self.checkpoint[f"{MASTER}/{name}"])
+        grid: Grid = self.checkpoint.contents.grid(self.checkpoint.contents[f"{MASTER}/{name}"])
         cut_dims = [dim for dim, sections in enumerate(grid.sections) if sections]
         if len(cut_dims) != 1:
             return {}
@@ -209,7 +209,7 @@ class UniversalPlan(DeepSpeedFolderPlan):
         return (
             (name, view)
             for name, view in super()._module(rank)
-            if self.checkpoint.aliases.get(name, name) not in trained
+            if self.checkpoint.manifest.aliases.get(name, name) not in trained
         )
 
     def _flats(self, rank: int) -> list[FlatBuffer]:

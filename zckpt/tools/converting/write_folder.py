@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from zckpt.checkpoint.listing.contents import TensorInfo
-    from zckpt.checkpoint.reading.checkpoint import Checkpoint
+    from zckpt.checkpoint.reading.loader import Loader
     from zckpt.progress import Progress
     from zckpt.ranks.collectives import Ranks
     from zckpt.tools.exporting.plan import OutputFile
@@ -46,7 +46,7 @@ class FolderPlan(Protocol):
 
 
 def write_folder(
-    checkpoint: Checkpoint,
+    checkpoint: Loader,
     plan: FolderPlan,
     choose: Callable[[], Place],
     finish: Callable[[Place], None],

@@ -6,8 +6,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from zckpt.checkpoint.reading.checkpoint import Checkpoint, ReadRequest
 from zckpt.checkpoint.reading.extra_state import extra_state
+from zckpt.checkpoint.reading.loader import Loader, ReadRequest
 from zckpt.errors import FormatError, KeyNotFoundError
 from zckpt.format import names
 from zckpt.geometry import block_end
@@ -35,7 +35,7 @@ class CheckpointFiller:
 
     def __init__(
         self,
-        checkpoint: Checkpoint,
+        checkpoint: Loader,
         infos: Mapping[str, TensorInfo],
         budget: Budget,
         copies: Mapping[str, int] | None = None,
@@ -51,7 +51,7 @@ class CheckpointFiller:
         to read and to write."""
         read_bytes = max(budget.nbytes // threads // 2, READ_BYTES_MIN)
         budget_of_thread = replace(budget, nbytes=read_bytes, threads=1)
-        self._checkpoint = Checkpoint(checkpoint.path, checkpoint.contents, budget_of_thread)
+        self._checkpoint = Loader(checkpoint.path, checkpoint.contents, budget_of_thread)
         self._starts: dict[str, Ints] = {}
         """The first elements of the pieces of tensors, in ascending order, by the name of the tensor."""
         self.advance: Callable[[int], None] = lambda nbytes: None
@@ -88,14 +88,14 @@ class CheckpointFiller:
 class CheckpointSource(CheckpointFiller):
     """The weights and buffers of a checkpoint as the source of an export."""
 
-    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype | None, budget: Budget) -> None:
+    def __init__(self, checkpoint: Loader, dtype: torch.dtype | None, budget: Budget) -> None:
         """``dtype``: the dtype to which all floating point tensors are converted, including buffers, as
         ``model.to(dtype)`` does. None means that they keep the stored dtypes. Raises KeyNotFoundError if there are no
         weights, CastError, and the errors of ``CheckpointFiller``."""
         self.save_id, self.path = checkpoint.manifest.save_id, checkpoint.path
         infos = checkpoint.weights()
         refuse_no_weights(checkpoint, infos.values())
-        self.aliases = {alias: name for alias, name in checkpoint.aliases.items() if name in infos}
+        self.aliases = {alias: name for alias, name in checkpoint.manifest.aliases.items() if name in infos}
         self.adapters = _adapters(checkpoint)
         self.sources: dict[str, SourceTensor] = {}
         """The tensors by name, with the dtypes to which they are converted."""
@@ -112,7 +112,7 @@ class CheckpointSource(CheckpointFiller):
         yield None
 
 
-def refuse_no_weights(checkpoint: Checkpoint, infos: Iterable[TensorInfo]) -> None:
+def refuse_no_weights(checkpoint: Loader, infos: Iterable[TensorInfo]) -> None:
     """Raises KeyNotFoundError if none of these tensors of a checkpoint is a weight."""
     if all(info.part == BUFFER for info in infos):
         raise KeyNotFoundError(
@@ -122,7 +122,7 @@ def refuse_no_weights(checkpoint: Checkpoint, infos: Iterable[TensorInfo]) -> No
         )
 
 
-def _adapters(checkpoint: Checkpoint) -> dict[str, str]:
+def _adapters(checkpoint: Loader) -> dict[str, str]:
     """Returns the texts of the configurations of the model's adapters, by the names of the adapters. Raises
     FormatError."""
     root = checkpoint.state

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from zckpt.checkpoint.listing.find import find
-from zckpt.checkpoint.open import open as open_path
-from zckpt.checkpoint.reading.checkpoint import Checkpoint
+from zckpt.checkpoint.open import open_loader
+from zckpt.checkpoint.reading.checkpoint import Checkpoint, loader_of
 from zckpt.engines import group_of, is_engine
 from zckpt.errors import count, first_few, printable
 from zckpt.plan.share import shared_out
@@ -239,8 +239,8 @@ def _open(
         return EngineSource(source, dtype, budget, ranks)
 
     def open_checkpoint() -> CheckpointSource:
-        checkpoint = source if isinstance(source, Checkpoint) else open_path(path, budget=budget)
-        return CheckpointSource(checkpoint, dtype, budget or checkpoint.budget)
+        loader = loader_of(source) if isinstance(source, Checkpoint) else open_loader(path, budget)
+        return CheckpointSource(loader, dtype, budget or loader.budget)
 
     if not isinstance(source, Checkpoint):
         path = ranks.first(lambda: str(find(source).location.absolute()), "find the checkpoint")

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from zckpt.checkpoint.listing.contents import Holders, TensorInfo
-    from zckpt.checkpoint.reading.checkpoint import Checkpoint
+    from zckpt.checkpoint.reading.loader import Loader
     from zckpt.checkpoint.validation.report import Report
     from zckpt.tools.comparing.report import StateDifference
     from zckpt.tools.reporting.values import TensorStatistics, ValuesByKey
@@ -132,7 +132,7 @@ class PageData:
 
 
 def gather(
-    checkpoints: Sequence[Checkpoint],
+    checkpoints: Sequence[Loader],
     summaries: Sequence[CheckpointSummary],
     reports: Sequence[Report],
     trees: Sequence[object],
@@ -243,15 +243,15 @@ def layers(parts: Sequence[str], values_of_each: Sequence[ValuesByKey]) -> Layer
     return Layers(names, tuple(parts), norms(0), norms(1))
 
 
-def _tensors(checkpoint: Checkpoint, values_by_key: ValuesByKey) -> tuple[Tensor, ...]:
-    infos = list(checkpoint.values())
+def _tensors(checkpoint: Loader, values_by_key: ValuesByKey) -> tuple[Tensor, ...]:
+    infos = list(checkpoint.contents.values())
     holders: Sequence[Holders | None]
     try:
         holders = checkpoint.contents.holders(infos)
     except FormatError:  # The index is damaged. The report of zckpt.validate has this error too.
         holders = [None] * len(infos)
     names: dict[str, list[str]] = {}
-    for alias, name in checkpoint.aliases.items():
+    for alias, name in checkpoint.manifest.aliases.items():
         names.setdefault(name, []).append(alias)
     rows = zip(infos, holders, strict=True)
     return tuple(
@@ -259,7 +259,7 @@ def _tensors(checkpoint: Checkpoint, values_by_key: ValuesByKey) -> tuple[Tensor
     )
 
 
-def _rank_bytes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
+def _rank_bytes(checkpoint: Loader) -> dict[str, tuple[int, ...]]:
     manifest = checkpoint.manifest
     sums = {part.name: [0] * manifest.world_size for part in manifest.parts}
     files = manifest.files
@@ -269,10 +269,11 @@ def _rank_bytes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
 
 
 def _change(
-    before: Checkpoint, after: Checkpoint, tree_before: object, tree: object, values_by_key: ValuesByKey | None
+    before: Loader, after: Loader, tree_before: object, tree: object, values_by_key: ValuesByKey | None
 ) -> Change:
     kinds_before, kinds_after = (
-        {key: (info.dtype_name, info.shape) for key, info in checkpoint.items()} for checkpoint in (before, after)
+        {key: (info.dtype_name, info.shape) for key, info in checkpoint.contents.items()}
+        for checkpoint in (before, after)
     )
     both = [key for key in kinds_after if key in kinds_before]
     trees_are_known = tree_before is not None and tree is not None

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
-from zckpt.checkpoint.reading.checkpoint import ReadRequest
+from zckpt.checkpoint.reading.loader import ReadRequest
 from zckpt.errors import FormatError
 from zckpt.plan.share import batches
 from zckpt.progress import Progress, reported
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from zckpt.checkpoint.listing.contents import TensorInfo
-    from zckpt.checkpoint.reading.checkpoint import Checkpoint
+    from zckpt.checkpoint.reading.loader import Loader
     from zckpt.geometry import Span
 
 T = TypeVar("T")
@@ -114,7 +114,7 @@ class _Portion:
 
 
 def look(
-    checkpoints: Sequence[Checkpoint], number: int = 0, size: int = 1, progress: Progress | None = None
+    checkpoints: Sequence[Loader], number: int = 0, size: int = 1, progress: Progress | None = None
 ) -> tuple[list[ValuesByKey], list[list[FormatError]]]:
     """Reads the values of all tensors of these checkpoints, the oldest checkpoint first. Returns for each checkpoint
     the statistics of its tensors, and the errors of tensors that are damaged or missing.
@@ -125,7 +125,7 @@ def look(
     """
     errors: list[list[FormatError]] = [[] for _ in checkpoints]
     sound = [_sound(checkpoint, note.append) for checkpoint, note in zip(checkpoints, errors, strict=True)]
-    values_of_each: list[ValuesByKey] = [dict.fromkeys(checkpoint) for checkpoint in checkpoints]
+    values_of_each: list[ValuesByKey] = [dict.fromkeys(checkpoint.contents) for checkpoint in checkpoints]
     chains = _chains(checkpoints, sound)
     for chain in chains:
         for n in chain.numbers:
@@ -181,13 +181,13 @@ def _each(action: Callable[[list[T]], object], items: list[T], note: Callable[[F
     return succeeded
 
 
-def _sound(checkpoint: Checkpoint, note: Callable[[FormatError], object]) -> dict[str, TensorInfo]:
+def _sound(checkpoint: Loader, note: Callable[[FormatError], object]) -> dict[str, TensorInfo]:
     """Returns the tensors whose files exist and have the right lengths, by key. ``note`` is called with the errors of
     the others."""
-    return {info.key: info for info in _each(checkpoint.contents.check_sizes, list(checkpoint.values()), note)}
+    return {info.key: info for info in _each(checkpoint.contents.check_sizes, list(checkpoint.contents.values()), note)}
 
 
-def _chains(checkpoints: Sequence[Checkpoint], sound: Sequence[Mapping[str, TensorInfo]]) -> list[Chain]:
+def _chains(checkpoints: Sequence[Loader], sound: Sequence[Mapping[str, TensorInfo]]) -> list[Chain]:
     """Returns all chains of the tensors that are ``sound`` in each checkpoint."""
     equal: list[set[str]] = [set(), *(_equal(checkpoints, sound, n) for n in range(1, len(checkpoints)))]
     chains = []
@@ -204,7 +204,7 @@ def _kind(info: TensorInfo) -> tuple[str, tuple[int, ...]]:
     return info.dtype_name, info.shape
 
 
-def _equal(checkpoints: Sequence[Checkpoint], sound: Sequence[Mapping[str, TensorInfo]], n: int) -> set[str]:
+def _equal(checkpoints: Sequence[Loader], sound: Sequence[Mapping[str, TensorInfo]], n: int) -> set[str]:
     """Returns the keys of the tensors of checkpoint ``n`` that have the same digests in the checkpoint before."""
     before, infos = sound[n - 1], sound[n]
     both = [key for key in infos if key in before and _kind(infos[key]) == _kind(before[key])]
@@ -216,7 +216,7 @@ def _equal(checkpoints: Sequence[Checkpoint], sound: Sequence[Mapping[str, Tenso
     return {key for key, spans in zip(both, spans_of_each, strict=True) if not spans}
 
 
-def _portions(checkpoints: Sequence[Checkpoint], chains: Sequence[Chain]) -> Iterator[_Portion]:
+def _portions(checkpoints: Sequence[Loader], chains: Sequence[Chain]) -> Iterator[_Portion]:
     """Yields all portions of all chains. Portions end where blocks of the last checkpoint of the chain end."""
     for n, checkpoint in enumerate(checkpoints):
         ending = [chain for chain in chains if chain.numbers[-1] == n]
@@ -225,7 +225,7 @@ def _portions(checkpoints: Sequence[Checkpoint], chains: Sequence[Chain]) -> Ite
 
 
 def _read(
-    checkpoint: Checkpoint,
+    checkpoint: Loader,
     n: int,
     portions: list[_Portion],
     note: Callable[[FormatError], object],

@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from zckpt.checkpoint.listing.find import advised, find, open_contents
-from zckpt.checkpoint.open import open_checkpoint
+from zckpt.checkpoint.open import open_store_loader
 from zckpt.checkpoint.validate import validate
 from zckpt.checkpoint.validation.report import LEVELS, Finding, Level, Report, in_order
 from zckpt.errors import FormatError
@@ -24,7 +24,7 @@ from zckpt.tools.summary import CheckpointSummary, summary
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from zckpt.checkpoint.reading.checkpoint import Checkpoint
+    from zckpt.checkpoint.reading.loader import Loader
     from zckpt.progress import Progress
     from zckpt.storage.contract import Store
     from zckpt.storage.location import StrPath
@@ -142,12 +142,12 @@ def _find(paths: Sequence[StrPath]) -> list[str]:
     return [str(store.location) for store in sorted(stores.values(), key=step)]
 
 
-def _open(directory: str, budget: Budget | None) -> Checkpoint:
+def _open(directory: str, budget: Budget | None) -> Loader:
     store = open_store(directory)
-    return open_checkpoint(store, budget, partial(advised, store))
+    return open_store_loader(store, budget, partial(advised, store))
 
 
-def _look(checkpoints: Sequence[Checkpoint], ranks: Ranks, progress: Progress | None) -> list[Any]:
+def _look(checkpoints: Sequence[Loader], ranks: Ranks, progress: Progress | None) -> list[Any]:
     """Returns what ``look`` returns for the share of this rank. The errors are the fields of findings."""
     values_of_each, errors = look(checkpoints, ranks.rank, ranks.size, progress)
     return [values_of_each, [[astuple(Finding.of(error)) for error in of_checkpoint] for of_checkpoint in errors]]
@@ -160,7 +160,7 @@ def _with(report: Report, more: Sequence[Finding]) -> Report:
 
 def _page(
     directories: Sequence[str],
-    checkpoints: Sequence[Checkpoint],
+    checkpoints: Sequence[Loader],
     reports: Sequence[Report],
     values: Sequence[ValuesByKey] | None,
     libraries: Libraries,
