@@ -198,12 +198,14 @@ def train_with_other_signals(run: str) -> list[object]:
     """Lists a signal twice, forks a child and ends it, and sends each rank another signal."""
     engine = make_engine(stage=1)
     path = os.path.join(run, "last")
+    import torch
+
     with pytest.raises(ValueError, match="SIGKILL"):
         zckpt.on_preemption(engine, path, signals=[signal.SIGTERM, signal.SIGKILL])
     model = torch.nn.Linear(2, 2)
     state = zckpt.TrainState(model, torch.optim.SGD(model.parameters()))
     for without_step in (state, (model, state.optimizers[0])):
-        with pytest.raises(zckpt.UnsupportedError, match="docs/pytorch.md"):
+        with pytest.raises(zckpt.UnsupportedError, match="step"):
             zckpt.on_preemption(without_step)
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     preemption = zckpt.on_preemption(engine, path, signals=[signal.SIGTERM, signal.SIGTERM, signal.SIGUSR1], exit=False)
