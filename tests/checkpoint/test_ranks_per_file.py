@@ -154,8 +154,19 @@ def test_object_stores_refuse_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     engine = ReferenceEngine()
     with pytest.raises(zckpt.UnsupportedError, match=r"not in a file system.*\n.*copy_to"):
         zckpt.write(engine, "memory://run/a", ranks_per_file=2)
-    with pytest.raises(ValueError, match="ranks_per_file must be a whole number of 1 or more, got 0"):
-        zckpt.write(engine, tmp_path / "a", ranks_per_file=0)
+    wrong: Any
+    for wrong in (0, -1, 1.5, True, None, "2", 1 << 63):
+        with pytest.raises(ValueError, match="ranks_per_file must be a whole number from 1 to"):
+            zckpt.write(engine, tmp_path / "a", ranks_per_file=wrong)
+
+
+def test_ranks_that_disagree_about_a_tensor_are_both_named(tmp_path: Path) -> None:
+    def run(rank: int) -> None:
+        state = {"a": torch.ones(1000 + (rank == 2)), "b": torch.zeros(3)}
+        zckpt.write_state_dict(state, tmp_path / "c", budget=ONE_THREAD, ranks_per_file=4)
+
+    for outcome in ThreadRanks(4).run(run):
+        assert "[1001] on rank 2, F32 [1000] on rank 0" in str(outcome.error)
 
 
 def fail_to_write(path: str) -> list[tuple[str, str]]:

@@ -87,8 +87,10 @@ def test_an_installed_package_reads_checkpoints(
     installed: Path, tmp_path: Path, tests: list[str], count_min: int
 ) -> None:
     for name in NEEDED:
-        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
-        copy(ROOT / name, tmp_path / name)
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, tmp_path / name, symlinks=True)
+        else:
+            shutil.copy(ROOT / name, tmp_path / name)
     code = "import zckpt; print(zckpt.__file__)"
     assert Path(run(installed / "python", "-c", code, cwd=tmp_path).strip()).is_relative_to(installed.parent)
     shown = run(installed / "python", "-m", "pytest", "-qpno:cacheprovider", *tests, cwd=tmp_path)

@@ -137,6 +137,9 @@ def _common_file(
         columns.append((tensor, own.start, own.stop, own.copy, own.offset + begin))
     if len({name for name, *_ in entries}) < len(entries):
         return None  # Several ranks have the same tensor without elements.
+    used = np.unique(np.concatenate([tensor for tensor, *_ in columns]))
+    if len({tensors[number][0] for number in used.tolist()}) < len(used):
+        return None  # The ranks disagree about a tensor. In files of their own, an error names them.
     try:
         header = encode_header(data_file, entries, shapes, sections)
     except FormatError as error:

@@ -171,7 +171,8 @@ class Checkpoint(Mapping[str, TensorInfo]):
 
         Returns:
             The tensors by key. With ``out``, these are the tensors of ``out``. Otherwise, they are new tensors. In host
-            memory, many small ones share about 1 MiB, which goes back to the system when the last of them is gone.
+            memory, many small ones share about 1 MiB, which goes back to the system when the last of them is gone. So
+            they cannot be resized (``resize_``), as large ones cannot.
 
         Raises:
             KeyNotFoundError: ``keys`` matches nothing, or there is no tensor for a key of ``out``.

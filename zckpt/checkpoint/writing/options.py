@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from zckpt.format.limits import WORLD_SIZE_MAX
 from zckpt.plan.select import several
 from zckpt.ranks.collectives import comparable
 from zckpt.storage.location import Location
@@ -71,7 +72,9 @@ class WriteOptions:
             raise ValueError("snapshot and snapshot_bytes are about a write in the background: pass background=True")
         if self.snapshot_bytes is not None and not (isinstance(self.snapshot_bytes, int) and self.snapshot_bytes >= 0):
             raise ValueError(f"snapshot_bytes must be a number of bytes, 0 or more, got {self.snapshot_bytes!r}")
-        check_counts(ranks_per_file=self.ranks_per_file)
+        most = self.ranks_per_file
+        if type(most) is not int or not 1 <= most <= WORLD_SIZE_MAX:
+            raise ValueError(f"ranks_per_file must be a whole number from 1 to {WORLD_SIZE_MAX}, got {most!r}")
         kept = ("", self.keep_last, self.keep_every), ("copy_", self.copy_keep_last, self.copy_keep_every)
         for of, last, every in kept:
             check_counts(**{f"{of}keep_last": last, f"{of}keep_every": every})
