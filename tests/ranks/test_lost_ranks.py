@@ -273,6 +273,29 @@ def test_a_rank_that_dies_before_its_first_sign_of_life_is_named(cluster: Cluste
     assert [outcome.value for outcome in outcomes] == [None if rank == 4 else 4 for rank in range(7)]
 
 
+def die_before_a_part_meets() -> int | None:
+    """Rank 1 dies in a step of all ranks, before it meets the others of its part."""
+    torch.distributed.barrier()
+    ranks = Ranks()
+    ranks.together(lambda: None, "begin")
+
+    def act() -> None:
+        if ranks.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if ranks.rank < 3:
+            ranks.part([0, 1, 2])
+
+    with mock.patch.object(life, "WAITING_SECONDS", 3), pytest.raises(zckpt.RankError, match="has died") as caught:
+        ranks.together(act, "meet")
+    time.sleep(2)  # Rank 0 has the store, by which the other ranks hear of it.
+    return caught.value.rank
+
+
+def test_a_rank_that_dies_before_a_part_of_the_ranks_meets_is_named(cluster: Cluster) -> None:
+    outcomes = cluster.outcomes(die_before_a_part_meets, 4)
+    assert [outcome.value for outcome in outcomes] == [1, None, 1, 1]
+
+
 def repeated(count: int, values: list[int]) -> tuple[str, dict[int, list[int]]]:
     return "common", {value: [value] * count for value in values if value}
 

@@ -61,7 +61,9 @@ class Ranks:
             members, number = here.members(group), here.rank
         self._connect(members, number, channel, call)
 
-    def _connect(self, members: tuple[int, ...], number: int, channel: str, call: str) -> None:
+    def _connect(
+        self, members: tuple[int, ...], number: int, channel: str, call: str, around: Group | None = None
+    ) -> None:
         self.members, self._channel, self._call = members, channel, call
         self.job_rank = number
         self.rank = members.index(number)
@@ -79,7 +81,7 @@ class Ranks:
             )
         from zckpt.ranks.groups import group_of
 
-        self._group = group_of(self._job, members, self.rank, channel, call)
+        self._group = group_of(self._job, members, self.rank, channel, call, None if around is None else around.lives)
 
     def foreground(self, call: str) -> Ranks:
         """The same ranks, for calls at the time when the background uses its own group. If the training has destroyed
@@ -97,7 +99,7 @@ class Ranks:
         ranks = object.__new__(Ranks)
         members = tuple(self.members[number] for number in numbers)
         # The channel is another one even if these are all ranks, because a step inside of a step may lose its group.
-        ranks._connect(members, self.job_rank, f"{self._channel} of a part", self._call)
+        ranks._connect(members, self.job_rank, f"{self._channel} of a part", self._call, self._group)
         ranks._interrupts = self._interrupts
         return ranks
 

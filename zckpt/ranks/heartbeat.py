@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
 from zckpt.errors import RankError, first_few
@@ -22,7 +23,7 @@ from zckpt.system.threads import Watcher
 from zckpt.system.waits import is_in_bounded_wait
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from torch._C._distributed_c10d import Store
 
@@ -81,12 +82,13 @@ def _using_the_store() -> Iterator[None]:
         raise RankError(f"rank 0 {_STORE_IS_GONE}", rank=0) from error
 
 
-def meet(store: Store, channel: str, rank: int, members: Sequence[int], call: str) -> str:
+def meet(store: Store, channel: str, rank: int, members: Sequence[int], call: str, around: Lives | None = None) -> str:
     """Waits until all ranks of a group have come. Returns a name that no group has had before, the same on all ranks.
     All ranks call it.
 
     ``channel`` says what the group is for. ``members`` has the numbers of its ranks in the job. ``call`` is the
-    function that all of them have to call.
+    function that all of them have to call. ``around``: the signs of life of a larger group, inside of whose step these
+    ranks meet. By these they notice that a rank for which they wait has died.
 
     Every rank stores a random word under its own key. The first rank removes these words and answers each rank. So a
     word that a rank left when it gave up does no harm, and ranks may meet any number of times.
@@ -111,7 +113,8 @@ def meet(store: Store, channel: str, rank: int, members: Sequence[int], call: st
         store.set(key_of(members[rank]), word)
         if rank:
             own_answer = f"{about}/answer/{word}"
-            if _await(store, [own_answer], timeout + GRACE_SECONDS, late):
+            look = None if around is None else partial(around.look_at, lambda: members[:1])
+            if _await(store, [own_answer], timeout + GRACE_SECONDS, late, look):
                 ok, _, text = store.get(own_answer).decode().partition(" ")
                 store.delete_key(own_answer)
                 if ok == "name":
@@ -121,7 +124,8 @@ def meet(store: Store, channel: str, rank: int, members: Sequence[int], call: st
                 gone = next((other for other in members if not store.check([key_of(other)])), members[0])
                 store.delete_key(key_of(members[rank]))
         else:
-            missing = [] if _await(store, [*map(key_of, members)], timeout, late) else missing_ranks()
+            look = None if around is None else partial(around.look_at, missing_ranks)
+            missing = [] if _await(store, [*map(key_of, members)], timeout, late, look) else missing_ranks()
             answer = f"missing {missing[0]}" if missing else f"name {name}"
             for other in {*members} - {*missing}:
                 if other != members[rank]:
@@ -202,6 +206,10 @@ class Lives:
         """The function of zckpt that all ranks have to call."""
         self._heard: dict[int, tuple[str, float]] = {}
         """The last number of steps of each rank that is watched, and when it was first seen."""
+        self._shown: dict[int, tuple[list[str], float]] = {}
+        """The last entry of each rank that ``look_at`` has looked at, and when it was first seen."""
+        self._looked_at = 0.0
+        """When ``look_at`` looked the last time."""
         self._looked = 0.0
         """When the entries were read the last time."""
         self._store_gone: float | None = None
@@ -356,6 +364,26 @@ class Lives:
         with suppress(RuntimeError):  # If the store is gone, the next message fails.
             self._hear_verdict()
         return self._verdict is not None
+
+    def look_at(self, numbers: Callable[[], Iterable[int]]) -> None:
+        """Is called again and again while this rank waits for other ranks of the group, but not for a message of
+        theirs, so that no connection ends if one of them dies. ``numbers`` returns their numbers in the job. Looks at
+        them once in a period. Raises RankError if one of them has shown for ``WAITING_SECONDS`` neither that its
+        process runs nor anything else, or if another rank says that a rank is gone."""
+        now = time.monotonic()
+        if now < self._looked_at + self.period:
+            return
+        self._looked_at = now
+        self._hear_verdict()
+        for rank, entry in self._entries([self._members.index(number) for number in numbers()]).items():
+            shown, since = self._shown.get(rank, ([], now))
+            if entry != shown:
+                self._shown[rank] = entry, now
+            elif now > since + WAITING_SECONDS and self._verdict is None:
+                why = "has died" if entry[0] == _INSIDE else "has ended, or has given up this call"
+                self._give_up(rank, why, tell=True)
+        if self._verdict is not None:
+            self.check()
 
     def check(self) -> None:
         """Raises RankError if a watched rank has shown no sign of life for too long, or if another rank says so about
