@@ -82,6 +82,14 @@ class Budget:
         return max(min(8 * MIB, self.nbytes // self.threads - MIB) // block_bytes, 1) * block_bytes
 
 
+def budget_or_default(budget: Budget | None) -> Budget:
+    """Returns the budget that a caller has passed, or for None that of the environment. Raises TypeError for a value of
+    another type, and the errors of ``Budget.from_environment``."""
+    if not isinstance(budget, Budget | None):
+        raise TypeError(f"budget must be a zckpt.Budget, such as zckpt.Budget(nbytes=256 << 20), got {budget!r}")
+    return budget or Budget.from_environment()
+
+
 def flag(variable: str, default: bool) -> bool:
     """Returns the value of an environment variable that is 0 or 1. Raises ValueError if it has another value."""
     value = os.environ.get(variable, "1" if default else "0")
