@@ -118,11 +118,12 @@ def test_a_budget_or_progress_of_another_type_is_refused_by_every_call(tmp_path:
     with pytest.raises(TypeError, match="budget must"):
         zckpt.reload(engine, budget=number)
     zckpt.reload(engine)
-    for progress in (True, zckpt.ProgressBar):
+    wrong: list[Any] = [True, zckpt.ProgressBar]
+    for progress in wrong:
         with pytest.raises(TypeError, match=r"progress must .*zckpt\.ProgressBar\(\)"):
-            zckpt.restore(engine, path, progress=progress)  # type: ignore[arg-type]
+            zckpt.restore(engine, path, progress=progress)
         with pytest.raises(TypeError, match=r"progress must .*zckpt\.ProgressBar\(\)"):
-            zckpt.open(path).load(progress=progress)  # type: ignore[arg-type]
+            zckpt.open(path).load(progress=progress)
     assert torch.equal(model.weight, before)
 
 

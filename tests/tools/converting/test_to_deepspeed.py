@@ -409,5 +409,5 @@ def test_places_and_sources_that_are_refused(tmp_path: Path) -> None:
     zckpt.write(zckpt.TrainState(model, torch.optim.AdamW(model.parameters())), tmp_path / "pytorch")
     for to in ("deepspeed", "universal"):
         with pytest.raises(UnsupportedError, match=r"(?s)by PyTorch alone.*restore it into an engine of DeepSpeed"):
-            zckpt.convert(tmp_path / "pytorch", tmp_path / "out", to=to)  # type: ignore[arg-type]
+            zckpt.convert(tmp_path / "pytorch", tmp_path / "out", to=to)
     assert not (tmp_path / "out").exists()
