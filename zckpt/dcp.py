@@ -36,6 +36,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
+from zckpt.checkpoint.listing.other_formats import DCP
 from zckpt.checkpoint.open import open_loader
 from zckpt.checkpoint.reading.loader import ReadRequest
 from zckpt.checkpoint.reading.state_dict import PlainValues, own_rank, paths_of, tensors_by_name
@@ -43,7 +44,14 @@ from zckpt.checkpoint.state_dict import write_contents
 from zckpt.checkpoint.writing.options import WriteOptions
 from zckpt.engines.pytorch.shards import bounds_of
 from zckpt.engines.state_dict.flat import HeldLeaves, HeldTensor, held, values_in_order
-from zckpt.errors import CheckpointExistsError, FormatError, MismatchError, StateError, UnsupportedError
+from zckpt.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    FormatError,
+    MismatchError,
+    StateError,
+    UnsupportedError,
+)
 from zckpt.geometry import box_of, span_of
 from zckpt.progress import reported
 from zckpt.storage.location import Location
@@ -325,7 +333,12 @@ class Reader(StorageReader):
         if self.path is None:
             raise ValueError("pass the path of the checkpoint to zckpt.dcp.Reader")
         if self._opened is None:
-            self._opened = open_loader(self.path, budget=self._budget)
+            try:
+                self._opened = open_loader(self.path, budget=self._budget)
+            except CheckpointNotFoundError as error:
+                if error.message == f"this is {DCP.what}":
+                    error.hint = f"without storage_reader, dcp.load reads it; {error.hint}"
+                raise
         return self._opened
 
 

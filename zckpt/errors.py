@@ -30,6 +30,7 @@ In brackets is the builtin exception that the class also derives from, so that c
 from __future__ import annotations
 
 import errno
+import re
 import sys
 import warnings
 from typing import TYPE_CHECKING
@@ -42,7 +43,7 @@ class ZckptError(Exception):
     """The base class of every error that zckpt raises on purpose.
 
     ``str(error)`` contains the message, those of the attributes below that are known, and the hint, as far as they are
-    printable. An attribute is None if it is not known.
+    printable. A rank that the message names already is not repeated. An attribute is None if it is not known.
     """
 
     message: str
@@ -85,12 +86,13 @@ class ZckptError(Exception):
         super().__init__(message)
 
     def __str__(self) -> str:
+        names_rank = re.search(rf"\brank {self.rank}\b", self.message)
         facts = [
             ("rule", self.rule),
             ("file", self.file),
             ("bytes", f"[{self.start}, {self.stop})" if self.start is not None else None),
             ("key", self.key),
-            ("rank", self.rank),
+            ("rank", None if names_rank else self.rank),
         ]
         known = ", ".join(f"{name} {printable(str(value))}" for name, value in facts if value is not None)
         text = f"{self.message} ({known})" if known else self.message

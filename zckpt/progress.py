@@ -79,10 +79,20 @@ class PartOfProgress:
     def end(self) -> None: ...
 
 
+def check_progress(progress: Progress | None) -> None:
+    """Raises TypeError if ``progress`` is neither None nor an object with the methods of ``Progress``."""
+    methods = (getattr(progress, name, None) for name in ("begin", "advance", "end"))
+    if progress is not None and (isinstance(progress, type) or not all(map(callable, methods))):
+        raise TypeError(
+            f"progress must have the methods of zckpt.Progress, as zckpt.ProgressBar() has them, got {progress!r}"
+        )
+
+
 @contextmanager
 def reported(progress: Progress | None, action: str, nbytes: int) -> Iterator[Callable[[int], None]]:
     """Tells ``progress`` that an operation begins and ends. The value of the context is a function. Call it with the
-    number of bytes that have been moved since the last call."""
+    number of bytes that have been moved since the last call. Raises TypeError if ``progress`` is no such object."""
+    check_progress(progress)
     if progress is None:
         yield lambda nbytes: None
         return

@@ -319,6 +319,7 @@ def test_one_part_may_be_given_as_a_string(tmp_path: Path) -> None:
         (ValueError, "snapshot_bytes must", {"snapshot_bytes": "1GB", "background": True}),
         (ValueError, "snapshot_bytes must", {"snapshot_bytes": -1, "background": True}),
         (TypeError, "budget must", {"budget": 5}),
+        (TypeError, "progress must", {"progress": True, "background": True}),
         (ValueError, r"no part m; .*master", {"exclude": "m"}),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -54,6 +55,12 @@ def test_a_function_says_what_it_takes_returns_and_raises(name: str) -> None:
 def test_a_method_says_what_it_takes_and_returns(name: str) -> None:
     if len(inspect.signature(METHODS[name]).parameters) > 1:
         assert missing(METHODS[name]) == []
+
+
+def test_a_constructor_says_what_it_takes() -> None:
+    described = re.findall(r"^    (\w+): \S", sections(zckpt.Budget).get("Args", ""), re.MULTILINE)
+    assert described == [field.name for field in fields(zckpt.Budget)]
+    assert [missing(made.__init__) for made in (zckpt.dcp.Writer, zckpt.dcp.Reader)] == [[], []]
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

@@ -200,7 +200,8 @@ def test_an_interrupt_at_any_meeting_of_the_ranks_has_the_same_result_on_all_ran
 
 
 def tell_any_text() -> list[str]:
-    """Rank 1 fails with an error that names a file whose name is not UTF-8, and then with an error that has no text.
+    """Rank 1 fails with an error that names a file whose name is not UTF-8, then with one whose text cannot be had,
+    with one that has no text, and by an interrupt.
 
     Returns the errors that this rank sees.
     """
@@ -211,18 +212,19 @@ def tell_any_text() -> list[str]:
         def __str__(self) -> str:
             raise KeyError
 
-    def fail(error: Exception) -> None:
+    def fail(error: BaseException) -> None:
         if ranks.rank == 1:
             raise error
 
     messages = []
     path = os.fsdecode(b"/scratch/caf\xe9")
-    for error in (zckpt.StorageError("cannot write", file=path), MuteError()):
+    errors = zckpt.StorageError("cannot write", file=path), MuteError(), ValueError(), KeyboardInterrupt()
+    for error in errors:
         try:
             ranks.together(lambda error=error: fail(error), "write")  # type: ignore[misc]
         except zckpt.RankError as rank_error:
             messages.append(str(rank_error))
-        except (zckpt.StorageError, MuteError) as original:
+        except (zckpt.StorageError, MuteError, ValueError, KeyboardInterrupt) as original:
             messages.append(type(original).__name__)
     assert ranks.agree(path, "paths") == path
     with pytest.raises(zckpt.RankError, match="different paths"):
@@ -232,9 +234,13 @@ def tell_any_text() -> list[str]:
 
 def test_an_error_with_any_text_reaches_the_other_ranks(cluster: Cluster) -> None:
     first, second = cluster.run(tell_any_text, 2)
-    assert first[0] == "rank 1 failed to write: StorageError: cannot write (file /scratch/caf\\udce9) (rank 1)"
-    assert first[1] == "rank 1 failed to write: MuteError: it has no text, for KeyError was raised (rank 1)"
-    assert second == ["StorageError", "MuteError"]
+    assert first[0] == "rank 1 failed to write: StorageError: cannot write (file /scratch/caf\\udce9)"
+    assert first[1] == "rank 1 failed to write: MuteError: it has no text, for KeyError was raised"
+    assert first[2] == "rank 1 failed to write: ValueError"
+    assert first[3].startswith(
+        "rank 1 was interrupted before it had finished its part of this step: write\n  Ctrl-C or "
+    )
+    assert second == ["StorageError", "MuteError", "ValueError", "KeyboardInterrupt"]
 
 
 def wait_interrupted(path: str) -> list[str]:

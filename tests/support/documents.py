@@ -169,11 +169,10 @@ def save_files(page: str, directory: Path) -> None:
 
 
 def here(code: str, directory: Path) -> str:
-    """Returns the code with directories and a device that this machine has in the place of ``/nvme``, ``/local``, a
-    bucket and "cuda"."""
+    """Returns the code with directories that this machine has in the place of ``/nvme``, ``/local`` and a bucket."""
     for place in ("/nvme", "/local", "s3://bucket"):
         code = code.replace(f'"{place}', f'"{directory}/{place.rpartition("/")[2]}')
-    return code.replace('"cuda"', '"cpu"')
+    return code
 
 
 def execute(page: str, block: Block, names: dict[str, Any]) -> None:

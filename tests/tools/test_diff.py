@@ -7,7 +7,7 @@ import io
 import json
 import os
 import signal
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -112,13 +112,19 @@ def test_bits_and_tolerances(tmp_path: Path) -> None:
                 zckpt.diff(tmp_path / "a", tmp_path / "b", **{name: wrong})  # type: ignore[arg-type]
 
 
+def numbers(number: float, byte: bytes) -> dict[str, Any]:
+    """Returns settings that differ from those of another number and byte only in their values."""
+    one = torch.full((1, 1), number, dtype=torch.bfloat16)
+    return {"scalar": torch.tensor(number), "one": one, "several": torch.full((2,), number), "raw": byte * 5056}
+
+
 def test_structure_and_settings(tmp_path: Path) -> None:
     tensors_a, tensors_b = values(), values()
     tensors_b["large"] = tensors_b["large"].T.contiguous()
     tensors_b["half"] = tensors_b["half"].float()
     tensors_a["old"] = tensors_b["new"] = torch.ones(2)
-    settings = {"groups": [{"lr": 0.1}, {"lr": 0.2}], "names": ["a"], "there": 1, "count": 1}
-    others = {"groups": [{"lr": 0.1}, {"lr": 0.3}], "names": ["a", "b"], "count": 1.0}
+    settings = {"groups": [{"lr": 0.1}, {"lr": 0.2}], "names": ["a"], "there": 1, "count": 1, **numbers(5.0, b"a")}
+    others = {"groups": [{"lr": 0.1}, {"lr": 0.3}], "names": ["a", "b"], "count": 1.0, **numbers(6.0, b"b")}
     write_state(tmp_path / "a", 2, tensors_a, parts=("master",), engine_state=settings, aliases={"tied": "one"})
     write_state(tmp_path / "b", 2, tensors_b, parts=("master", "exp_avg"), engine_state=others, step=7)
     diff = zckpt.diff(tmp_path / "a", tmp_path / "b")
@@ -137,6 +143,10 @@ def test_structure_and_settings(tmp_path: Path) -> None:
         ("engine.names[1]", None, "'b'"),
         ("engine.there", "1", None),
         ("engine.count", "1", "1.0"),
+        ("engine.scalar", "Tensor float32 [] of 5.0", "Tensor float32 [] of 6.0"),
+        ("engine.one", "Tensor bfloat16 [1, 1] of 5.0", "Tensor bfloat16 [1, 1] of 6.0"),
+        ("engine.several", "Tensor float32 [2]", "other values"),
+        ("engine.raw", "5,056 bytes", "other bytes"),
     }
     text = str(diff)
     for line in ("only in a  master/old", "engine.groups[1].lr: 0.2 in a, 0.3 in b", "bfloat16 [3001] in a, float32"):

@@ -4,10 +4,11 @@ and an interrupt ends all tasks."""
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import pytest
+import torch
 
 import zckpt
 from tests.support.states import same_all, write_state
@@ -94,6 +95,36 @@ def test_the_environment_turns_digests_off(tmp_path: Path, monkeypatch: pytest.M
     zckpt.open(tmp_path / "c").load()
     with pytest.raises(zckpt.DigestError):
         zckpt.open(tmp_path / "c").load(verify=True)
+
+
+def test_a_budget_or_progress_of_another_type_is_refused_by_every_call(tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 2)
+    engine, before = zckpt.TrainState(model, torch.optim.AdamW(model.parameters())), model.weight.detach().clone()
+    path = zckpt.write(engine, tmp_path / "c")
+    number: Any = 1 << 28
+    for call in (
+        lambda: zckpt.open(path, budget=number),
+        lambda: zckpt.restore(engine, path, budget=number),
+        lambda: zckpt.export(path, tmp_path / "e", budget=number),
+        lambda: zckpt.export(zckpt.open(path), tmp_path / "e", budget=number),
+        lambda: zckpt.validate(path, budget=number),
+        lambda: zckpt.diff(path, path, budget=number),
+        lambda: zckpt.repair(path, budget=number),
+        lambda: zckpt.offload(engine, tmp_path / "o", budget=number),
+    ):
+        with pytest.raises(TypeError, match=r"budget must be .* zckpt\.Budget\(nbytes="):
+            call()
+    zckpt.offload(engine, tmp_path / "o")
+    with pytest.raises(TypeError, match="budget must"):
+        zckpt.reload(engine, budget=number)
+    zckpt.reload(engine)
+    wrong: list[Any] = [True, zckpt.ProgressBar]
+    for progress in wrong:
+        with pytest.raises(TypeError, match=r"progress must .*zckpt\.ProgressBar\(\)"):
+            zckpt.restore(engine, path, progress=progress)
+        with pytest.raises(TypeError, match=r"progress must .*zckpt\.ProgressBar\(\)"):
+            zckpt.open(path).load(progress=progress)
+    assert torch.equal(model.weight, before)
 
 
 def test_an_interrupt_is_raised_even_if_the_first_task_cannot_be_made() -> None:

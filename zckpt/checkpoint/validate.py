@@ -18,7 +18,7 @@ from zckpt.format import names
 from zckpt.ranks.collectives import Ranks, check_arguments, comparable
 from zckpt.storage.location import Location
 from zckpt.storage.schemes import open_store
-from zckpt.transfer.budget import Budget
+from zckpt.transfer.budget import Budget, budget_or_default
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -127,7 +127,7 @@ def _check(
         contents = opened()
     except (CheckpointNotFoundError, FormatError) as error:  # Another process has replaced the checkpoint meanwhile.
         return [astuple(Finding("", error.message))], b"", 0, 0
-    budget = budget or Budget.from_environment()
+    budget = budget_or_default(budget)
     with closing(contents.reader):
         findings, values, bytes_read = check_checkpoint(contents, budget, level, share, progress)
     manifest = contents.manifest

@@ -17,7 +17,7 @@ from zckpt.offloading.scratch import scratch_directory, wait_for_closing
 from zckpt.plan.inventory import MASTER, PARAM
 from zckpt.progress import logger
 from zckpt.ranks.collectives import BACKGROUND, Ranks, check_arguments, comparable
-from zckpt.transfer.budget import Budget, flag
+from zckpt.transfer.budget import Budget, budget_or_default, flag
 from zckpt.transfer.devices import synchronize
 from zckpt.transfer.snapshot import Snapshot
 
@@ -283,7 +283,7 @@ class _RankOffload:
     After a failure on any rank, ``give_up`` takes the place of the remaining steps."""
 
     def __init__(self, engine: Any, auto: bool, budget: Budget | None) -> None:
-        self._engine, self._auto, self._budget = engine, auto, budget
+        self._engine, self._auto, self._given_budget = engine, auto, budget
         self.directory = ""
         self._moved: list[Moved] = []
 
@@ -295,6 +295,7 @@ class _RankOffload:
         """Finds the memory that this rank can move. Returns the names of the parts in it. ``requested``: the names of
         parts that the caller has given, or None."""
         check_supported()
+        self._budget = budget_or_default(self._given_budget)
         self.directory = os.fspath(directory)
         adapter = self._adapter = adapt(self._engine)
         adapter.refuse_unsupported(drop_gradients=True, leave_out=True)
@@ -316,7 +317,7 @@ class _RankOffload:
     def write(self, snapshot: Snapshot, *, background: bool) -> None:
         wait_for_closing()
         synchronize(self._adapter.devices)
-        write_out(self._moved, self.directory, self._budget or Budget.from_environment(), snapshot, copied=background)
+        write_out(self._moved, self.directory, self._budget, snapshot, copied=background)
 
     def detach(self, *, compare: bool) -> None:
         """Takes the memory away from the engine. With ``compare``, gives back what other code has changed since it was
@@ -327,7 +328,7 @@ class _RankOffload:
         out.detach(self._moved)
         if not compare:
             return
-        same = unchanged(self._moved, self._budget or Budget.from_environment())
+        same = unchanged(self._moved, self._budget)
         changed = {*self._moved}.difference(same)
         if changed:
             parts = ", ".join(in_order({part for record in changed for part in record.parts}))
@@ -367,10 +368,11 @@ class _RankReload:
     """The part of one rank in a reload. The steps are ``prepare``, ``bring`` and ``check``."""
 
     def __init__(self, engine: object, out: MovedStorages, verify: bool | None, budget: Budget | None) -> None:
-        self._engine, self._out, self._verify, self._budget = engine, out, verify, budget
+        self._engine, self._out, self._verify, self._given_budget = engine, out, verify, budget
         self._back = Back()
 
     def prepare(self, requested: Collection[str] | None) -> None:
+        self._budget = budget_or_default(self._given_budget)
         self._adapter = adapt(self._engine)
         self.parts = chosen(requested, {*movable(self._adapter.parts), *self._out.parts})
         self._verifies = flag("ZCKPT_VERIFY", True) if self._verify is None else self._verify
@@ -379,8 +381,7 @@ class _RankReload:
         """Brings back every state that can be brought back, and tells all ranks which ones cannot."""
 
         def bring() -> tuple[tuple[str, ...], dict[str, str]]:
-            budget = self._budget or Budget.from_environment()
-            self._back = self._out.bring(self.parts, self._adapter, budget, verify=self._verifies)
+            self._back = self._out.bring(self.parts, self._adapter, self._budget, verify=self._verifies)
             return self._back.left, self._back.lost
 
         def of_all(

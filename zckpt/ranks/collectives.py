@@ -302,6 +302,11 @@ class Ranks:
         number, said = report.failure
         others = f" (and {report.failures - 1} more ranks)" if report.failures > 1 else ""
         rank = self.members[number]
+        if said == KeyboardInterrupt.__name__:
+            return RankError(
+                f"rank {rank} was interrupted before it had finished its part of this step: {doing}", rank=rank,
+                hint="Ctrl-C or another SIGINT has reached that rank; nothing else has failed there",
+            )  # fmt: skip
         return RankError(f"rank {rank}{others} failed to {doing}: {said}", rank=rank)
 
 
@@ -324,7 +329,7 @@ def _said(error: BaseException) -> str:
         text = str(error)
     except Exception as why:
         text = f"it has no text, for {type(why).__name__} was raised"
-    return f"{type(error).__name__}: {text}".encode(errors="backslashreplace").decode()
+    return f"{type(error).__name__}{': ' if text else ''}{text}".encode(errors="backslashreplace").decode()
 
 
 def _described(error: BaseException) -> tuple[str, str, dict[str, str | int | None]] | None:
@@ -339,13 +344,14 @@ def _described(error: BaseException) -> tuple[str, str, dict[str, str | int | No
     return type(error).__name__, error.message, plain
 
 
-def check_equal(values: Sequence[object], what: str) -> None:
-    """Raises RankError unless the values of all ranks are the same."""
+def check_equal(values: Sequence[object], what: str, hint: str | None = None) -> None:
+    """Raises RankError, with this hint, unless the values of all ranks are the same."""
     for rank, other in enumerate(values[1:], 1):
         if other != values[0]:
             raise RankError(
-                f"the ranks have different {what}: {values[0]!r} on rank 0, {other!r} on rank {rank}", rank=rank
-            )
+                f"the ranks have different {what}: {values[0]!r} on rank 0, {other!r} on rank {rank}", rank=rank,
+                hint=hint,
+            )  # fmt: skip
 
 
 def comparable(**arguments: object) -> dict[str, object]:
@@ -360,4 +366,7 @@ def comparable(**arguments: object) -> dict[str, object]:
 def check_arguments(calls: Sequence[Mapping[str, object]]) -> None:
     """Raises RankError, which names the argument, unless all ranks have called with the same arguments."""
     for name in calls[0]:
-        check_equal([call[name] for call in calls], f"{name} arguments" if name != "path" else "paths")
+        hint = "all ranks have to pass the same arguments"
+        if name == "path":
+            hint += "; make a path with the time or the process id in it on rank 0, and broadcast it"
+        check_equal([call[name] for call in calls], f"{name} arguments" if name != "path" else "paths", hint)

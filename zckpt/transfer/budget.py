@@ -18,19 +18,24 @@ NBYTES, THREADS = 256 * MIB, 4
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """The memory, the threads and the kind of I/O that a read or a write takes on every rank. Raises ValueError for
-    ``nbytes`` that are too few for ``threads``."""
+    """The memory, the threads and the kind of I/O that a read or a write takes on every rank.
+
+    Args:
+        nbytes: the largest number of bytes that all staging buffers of a rank take together.
+        threads: the number of threads that read and write. Each of them has one staging buffer, or two if copies to or
+            from a device overlap with reads and writes. One further thread computes digests. What is in the page cache
+            is read by no more threads than there are processors. An object store has its own number of threads, one for
+            each request that it serves at a time, as far as ``nbytes`` allow it.
+        direct: whether to go past the page cache if the file system allows it, so that a write does not fill it and a
+            read evicts nothing. Pages that are in the cache already are read from there in any case.
+
+    Raises:
+        ValueError: ``nbytes`` are too few for ``threads``.
+    """
 
     nbytes: int = NBYTES
-    """The largest number of bytes that all staging buffers of a rank take together."""
     threads: int = THREADS
-    """The number of threads that read and write. Each of them has one staging buffer, or two if copies to or from a
-    device overlap with reads and writes. One further thread computes digests. What is in the page cache is read by no
-    more threads than there are processors. An object store has its own number of threads, one for each request that it
-    serves at a time, as far as ``nbytes`` allow it."""
     direct: bool = True
-    """Whether to go past the page cache if the file system allows it, so that a write does not fill it and a read
-    evicts nothing. Pages that are in the cache already are read from there in any case."""
 
     def __post_init__(self) -> None:
         if self.threads < 1:
@@ -80,6 +85,14 @@ class Budget:
             A multiple of ``block_bytes``, and at least one block.
         """
         return max(min(8 * MIB, self.nbytes // self.threads - MIB) // block_bytes, 1) * block_bytes
+
+
+def budget_or_default(budget: Budget | None) -> Budget:
+    """Returns the budget that a caller has passed, or for None that of the environment. Raises TypeError for a value of
+    another type, and the errors of ``Budget.from_environment``."""
+    if not isinstance(budget, Budget | None):
+        raise TypeError(f"budget must be a zckpt.Budget, such as zckpt.Budget(nbytes=256 << 20), got {budget!r}")
+    return budget or Budget.from_environment()
 
 
 def flag(variable: str, default: bool) -> bool:

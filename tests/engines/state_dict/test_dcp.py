@@ -108,6 +108,14 @@ def test_a_load_of_a_part(tmp_path: Path) -> None:
         load({"model": {"tied": torch.zeros(5, 2)}}, tmp_path / "c")
 
 
+def test_the_reader_says_who_reads_a_folder_of_dcp_itself(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save({"w": WEIGHT}, checkpoint_id=tmp_path / "c")
+    with refused("this is a DCP checkpoint(?s:.*)without storage_reader, dcp.load reads it; to convert it, "):
+        load({"w": torch.zeros(5, 3)}, tmp_path / "c")
+
+
 def test_a_flipped_bit_is_noticed(tmp_path: Path) -> None:
     save({"w": torch.ones(100)}, tmp_path / "c")
     file = next((tmp_path / "c").glob("data-*/rank-00000/*param.safetensors"))

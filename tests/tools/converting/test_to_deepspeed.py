@@ -405,4 +405,9 @@ def test_places_and_sources_that_are_refused(tmp_path: Path) -> None:
     write_state(tmp_path / "weights", 2, {"a": (3,)}, parts=["master"])
     with pytest.raises(UnsupportedError, match="training run"):
         zckpt.convert(tmp_path / "weights", tmp_path / "out", to="deepspeed")
+    model = torch.nn.Linear(3, 2)
+    zckpt.write(zckpt.TrainState(model, torch.optim.AdamW(model.parameters())), tmp_path / "pytorch")
+    for to in ("deepspeed", "universal"):
+        with pytest.raises(UnsupportedError, match=r"(?s)by PyTorch alone.*restore it into an engine of DeepSpeed"):
+            zckpt.convert(tmp_path / "pytorch", tmp_path / "out", to=to)
     assert not (tmp_path / "out").exists()

@@ -20,7 +20,7 @@ from zckpt.plan.inventory import BUFFER, MASTER, PARAM, STATE
 from zckpt.plan.reads import SPACED_GAP_BYTES, plan_reads
 from zckpt.plan.reshard import Wanted, piece_ranges
 from zckpt.system.collector import without_collector
-from zckpt.transfer.budget import Budget, flag
+from zckpt.transfer.budget import Budget, budget_or_default, flag
 from zckpt.transfer.devices import devices_of
 from zckpt.transfer.memory import Targets, fresh_tensor, lies_in_order
 from zckpt.transfer.read import places_of, run_reads
@@ -80,7 +80,7 @@ class Loader:
         self.contents = contents
         self.manifest = contents.manifest
         self.reader = contents.reader
-        self.budget = (budget or Budget.from_environment()).serving(contents.store)
+        self.budget = budget_or_default(budget).serving(contents.store)
         self.advised = advised
         """Makes a context manager that may add to the hint of an error that leaves it. Its argument says what an error
         leaves behind. Without the argument, an error leaves everything unchanged."""

@@ -172,7 +172,7 @@ def plan_load(checkpoint: Loader, state_dict: Mapping[Any, Any], *, strict: bool
         more = f"\n  and {len(problems) - SHOWN_MAX} more" if len(problems) > SHOWN_MAX else ""
         raise MismatchError(
             f"the checkpoint does not fit the state dict; nothing was changed:{listed}{more}",
-            file=checkpoint.path, hint=_hint(leaves, plan.left, infos),
+            file=checkpoint.path, hint=_hint(leaves, plan.left, infos, values),
         )  # fmt: skip
     check_memory(((name, target) for name, _, _, target in plan.tensors), MismatchError)
     return plan
@@ -193,8 +193,16 @@ def _why_missing(name: str, leaf: Leaf, infos: Collection[str], values: Collecti
     return f"{name} is {here} here, {there} in the checkpoint" if is_there else f"missing: {name}"
 
 
-def _hint(leaves: Mapping[str, Leaf], left: Collection[str], infos: Collection[str]) -> str | None:
-    """Returns a hint if the checkpoint has all missing tensors without the first key of their path."""
+def _hint(
+    leaves: Mapping[str, Leaf], left: Collection[str], infos: Collection[str], values: Collection[str]
+) -> str | None:
+    """Returns a hint about the leaves that the checkpoint does not have. It may have them as the other kind, or without
+    the first key of their path."""
+    if any(name in infos or name in values for name in left):
+        return (
+            "have a tensor of this shape where the checkpoint has a tensor, and a plain value where it has one; "
+            "strict=False leaves these as they are"
+        )
     missing = [leaves[name].path for name in left if leaves[name].is_tensor]
     if missing and all(name_of(path[1:]) in infos for path in missing):
         return f"the checkpoint has these names without {missing[0][0]!r}: pass state_dict[{missing[0][0]!r}]"

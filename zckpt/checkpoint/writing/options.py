@@ -8,15 +8,17 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from zckpt.format.limits import WORLD_SIZE_MAX
 from zckpt.plan.select import several
+from zckpt.progress import check_progress
 from zckpt.ranks.collectives import comparable
 from zckpt.storage.location import Location
-from zckpt.transfer.budget import Budget
+from zckpt.transfer.budget import budget_or_default
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
     from zckpt.progress import Progress
     from zckpt.storage.location import StrPath
+    from zckpt.transfer.budget import Budget
 
 
 def check_counts(**counts: int | None) -> None:
@@ -82,8 +84,7 @@ class WriteOptions:
                 raise ValueError(f"{of}keep_every says what is kept beside the last ones: pass {of}keep_last too")
         if self.copy_to is None and self.copy_keep_last is not None:
             raise ValueError("copy_keep_last says how many copies are kept: pass copy_to too")
-        if not isinstance(self.budget, Budget | None):
-            raise TypeError(f"budget must be a zckpt.Budget, got {self.budget!r}")
+        check_progress(self.progress)
         given: tuple[tuple[str, object], ...] = ("client_state", self.client_state), ("rank_state", self.rank_state)
         for name, value in given:
             if not isinstance(value, Mapping | None):
@@ -92,7 +93,7 @@ class WriteOptions:
                 )
         if self.pending_gradients not in ("refuse", "drop"):
             raise ValueError(f"pending_gradients must be 'refuse' or 'drop', got {self.pending_gradients!r}")
-        budget = self.budget or Budget.from_environment()
+        budget = budget_or_default(self.budget)
         return replace(self, parts=several(self.parts), exclude=several(self.exclude), budget=budget)
 
     @property

@@ -42,7 +42,7 @@ from zckpt.storage.schemes import open_store
 from zckpt.system import linux
 from zckpt.system.available import available_bytes
 from zckpt.system.collector import without_collector
-from zckpt.transfer.budget import Budget
+from zckpt.transfer.budget import budget_or_default
 from zckpt.version import __version__
 
 if TYPE_CHECKING:
@@ -385,7 +385,7 @@ class Preparation:
     ) -> tuple[Sequence[DataFilePlan], Mapping[str, SameFile]]:
         try:
             if earlier:
-                budget = self.options.budget or Budget.from_environment()
+                budget = budget_or_default(self.options.budget)
                 return reused(data_files, self._rank, earlier, budget, BLOCK_BYTES)
         except ZckptError:
             if self.options.reuse != LATEST:  # the caller has asked for this very checkpoint

@@ -38,7 +38,7 @@ from zckpt.storage.contract import ANYTHING
 from zckpt.storage.location import Location
 from zckpt.storage.lock import is_held, refuse_other_holder
 from zckpt.storage.space import Space
-from zckpt.transfer.budget import Budget
+from zckpt.transfer.budget import budget_or_default
 from zckpt.transfer.devices import devices_of, synchronize
 from zckpt.transfer.staging import pool_for
 from zckpt.transfer.write import run_writes
@@ -234,7 +234,7 @@ class RankWrite:
         devices = devices_of(tensors_of(fragment for data_file in self.data_files for fragment in data_file.fragments))
         synchronize(devices)
         stores = [store] if self.source is None else [store, self.source.store]
-        budget = (options.budget or Budget.from_environment()).serving(*stores)
+        budget = budget_or_default(options.budget).serving(*stores)
         snapshot_bytes = options.snapshot_bytes or 0
         staging = pool_for(devices, budget, block_bytes, snapshot_bytes)
         lasting = {data_file.id.part for data_file in self.data_files} - ANY_TIME

@@ -18,7 +18,7 @@ from zckpt.tools.comparing.report import Difference, StateDifference, TensorDiff
 from zckpt.tools.comparing.tensors import Comparison, budget_of_a_read, compared_copies, paired
 from zckpt.tools.comparing.trees import settings, tree_differences
 from zckpt.tools.comparing.values import Tally
-from zckpt.transfer.budget import Budget
+from zckpt.transfer.budget import Budget, budget_or_default
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -109,7 +109,7 @@ class _BothCheckpoints:
     """The two checkpoints that are compared, both open, and the tensors of them that are compared."""
 
     def __init__(self, paths: Sequence[str], keys: Keys, budget: Budget | None) -> None:
-        self._budget = budget or Budget.from_environment()
+        self._budget = budget_or_default(budget)
         self.checkpoints = a, b = self._open(paths[0]), self._open(paths[1])
         selected_keys = _selected(a, b, keys)
         self.pairs, self.only_in_a, self.only_in_b = paired(a.contents, b.contents, *selected_keys)

@@ -61,7 +61,8 @@ class StateDifference:
     a: str | None
     """The value in a as a short text, or None if a has nothing there."""
     b: str | None
-    """The value in b as a short text, or None if b has nothing there."""
+    """The value in b as a short text, or None if b has nothing there. It is "other bytes" or "other values" if its
+    text would be the same as that of a."""
 
     def __str__(self) -> str:
         sides = [f"{'nothing' if value is None else value} in {name}" for name, value in (("a", self.a), ("b", self.b))]

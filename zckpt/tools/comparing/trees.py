@@ -46,7 +46,9 @@ def tree_differences(a: object, b: object, path: str) -> Iterator[StateDifferenc
             in_a, in_b = (items[number] if number < len(items) else _NOTHING for items in (a, b))
             yield from tree_differences(in_a, in_b, f"{path}[{number}]")
     elif _value(a) != _value(b):
-        yield StateDifference(path, _text(a), _text(b))
+        text_a, text_b = _text(a), _text(b)
+        other = "other bytes" if isinstance(b, bytes) else "other values"
+        yield StateDifference(path, text_a, other if text_a == text_b else text_b)
 
 
 def _value(leaf: object) -> tuple[object, ...]:
@@ -63,7 +65,8 @@ def _text(leaf: object) -> str | None:
     if leaf is _NOTHING:
         return None
     if isinstance(leaf, (torch.Tensor, np.ndarray)):
-        return f"{type(leaf).__name__} {str(leaf.dtype).removeprefix('torch.')} {[*leaf.shape]}"
+        value = f" of {reprlib.repr(leaf.reshape(-1).tolist()[0])}" if [*leaf.reshape(-1).shape] == [1] else ""
+        return f"{type(leaf).__name__} {str(leaf.dtype).removeprefix('torch.')} {[*leaf.shape]}{value}"
     if isinstance(leaf, Mapping) and leaf:
         return f"a map of {first_few([str(key) for key in leaf], 5)}"
     return f"{len(leaf):,} bytes" if isinstance(leaf, bytes) and len(leaf) > LONG_BYTES else reprlib.repr(leaf)

@@ -76,6 +76,15 @@ class DeepSpeedFolderPlan:
     def source(self) -> Setup:
         """The settings of the engine that wrote the checkpoint."""
         engine = self._engine
+        if "deepspeed" not in engine and engine.get("optimizer") is not None:
+            raise UnsupportedError(
+                "this checkpoint was written by PyTorch alone; only the state of a training run with DeepSpeed can "
+                "become a folder in DeepSpeed's format",
+                file=self.checkpoint.path,
+                hint="restore it into an engine of DeepSpeed first, by zckpt.restore(engine, path); then "
+                "zckpt.detach(engine).save_checkpoint(...) writes DeepSpeed's own format, and zckpt.write(engine, ...) "
+                "a checkpoint that can be converted",
+            )
         if "deepspeed" not in engine or engine.get("optimizer") is None or MASTER not in self.checkpoint.parts:
             raise UnsupportedError(
                 "only the state of a training run with DeepSpeed can become a folder in DeepSpeed's format; this "

@@ -18,7 +18,7 @@ from zckpt.plan.inventory import BUFFER, PARAM, WEIGHT_PARTS, unconverted
 from zckpt.plan.reshard import StoredPieces
 from zckpt.tools.exporting.plan import SourceTensor
 from zckpt.tools.hugging_face import write_config
-from zckpt.transfer.budget import Budget
+from zckpt.transfer.budget import Budget, budget_or_default
 from zckpt.transfer.devices import synchronize
 from zckpt.transfer.memory import check_cast, check_fragments
 from zckpt.transfer.torch_dtypes import DTYPE_NAMES, TORCH_DTYPES
@@ -60,7 +60,7 @@ class EngineSource:
         Raises the errors that ``zckpt.write`` raises for an engine."""
 
         def collect() -> _Told:
-            self.budget = budget or Budget.from_environment()
+            self.budget = budget_or_default(budget)
             adapter = adapt(engine)
             out = away(engine)
             if out is not None:

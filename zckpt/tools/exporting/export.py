@@ -27,6 +27,7 @@ from zckpt.tools.exporting.plan import size_in_bytes
 from zckpt.tools.exporting.selection import everything, with_prefix
 from zckpt.tools.exporting.torch_file import plan_torch_file
 from zckpt.tools.exporting.write import write_files
+from zckpt.transfer.budget import budget_or_default
 from zckpt.transfer.torch_dtypes import dtype_of
 
 if TYPE_CHECKING:
@@ -240,7 +241,7 @@ def _open(
 
     def open_checkpoint() -> CheckpointSource:
         loader = loader_of(source) if isinstance(source, Checkpoint) else open_loader(path, budget)
-        return CheckpointSource(loader, dtype, budget or loader.budget)
+        return CheckpointSource(loader, dtype, budget_or_default(budget or loader.budget))
 
     if not isinstance(source, Checkpoint):
         path = ranks.first(lambda: str(find(source).location.absolute()), "find the checkpoint")

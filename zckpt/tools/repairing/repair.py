@@ -32,7 +32,7 @@ from zckpt.tools.repairing.rebuilt import (
     rebuild_from,
     structure_findings,
 )
-from zckpt.transfer.budget import Budget
+from zckpt.transfer.budget import Budget, budget_or_default
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -113,7 +113,7 @@ def repair(
             "there is already a checkpoint here", file=str(target.location), hint="choose another output"
         )
     refuse_doubt(target)
-    budget = budget or Budget.from_environment()
+    budget = budget_or_default(budget)
     with WriteLock(target) as lock:
         return _repair(source, target, output is not None, accept_unverified, budget, lock.confirm)
 
