@@ -34,7 +34,7 @@ LANGUAGES = {"python", "json", "sh", "text"}
 LAUNCHERS = re.compile(r" *(\w+=\S+ +)*(deepspeed|torchrun|accelerate|python) ", re.MULTILINE)
 """Matches a line that calls a launcher, whose processes take seconds to import torch and DeepSpeed."""
 _FENCE = re.compile(r' *```(?P<language>\w*)(?: title="(?P<title>[^"]+)")?$')
-_OF_RANKS = re.compile(r"\b(engine|deepspeed|[Ee]very rank)\b")
+_OF_RANKS = re.compile(r"\b(engine|deepspeed|all_reduce|[Ee]very rank)\b")
 _SIZES: dict[str, Any] = {"vocab_size": 1024, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4}
 
 
