@@ -171,6 +171,7 @@ class Preparation:
         """Collects all state that this rank has to write. Returns the values that the ranks have to agree about."""
         options, history = self.options.checked(), history_of(self._engine)
         self.options = options
+        self._machines = Machines.one(self._size)  # unless ``find_machines`` finds several
         adapter = self.adapter = readable(self._engine)
         offloaded = away(self._engine)
         if offloaded is not None:
@@ -395,7 +396,6 @@ class Preparation:
     def find_machines(self, agreed_fields: Sequence[Any], ranks: Ranks) -> None:
         """Finds out which ranks see the same directory, if each machine may have a disk of its own. Then also commits
         what a crash has left committed on some machines only. This is collective."""
-        self._machines = Machines.one(self._size)
         if self.options.node_local:
             settle(self._store, ranks)
             self._machines = find_machines(self._store, Agreed(*agreed_fields).save_id, ranks)
