@@ -244,7 +244,7 @@ def write_engine(
 
         def begin() -> Space | None:
             nonlocal pending
-            prepared.connect(writing_ranks)
+            prepared.connect(writing_ranks, ranks)
             with ranks.interruptible():
                 if options.background:
                     pending = PendingWrite(prepared.target, finish, writing_ranks)

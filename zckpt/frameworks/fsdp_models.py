@@ -1,5 +1,10 @@
 """Saves and loads the FSDP2 models of frameworks, which have no engine whose methods could be replaced. A framework is
-taught by replacing the functions with which it saves and loads a model (``accelerate_fsdp``, ``lightning_fsdp``)."""
+taught by replacing the functions with which it saves and loads a model (``accelerate_fsdp``, ``lightning_fsdp``).
+
+These functions write the state of a ``TrainState``, as ``zckpt.write`` does, and not what the framework gives to DCP by
+``zckpt.dcp.Writer``. Only the first can be restored into PyTorch alone and into DeepSpeed, and only it has the step by
+which checkpoints are ordered.
+"""
 
 from __future__ import annotations
 

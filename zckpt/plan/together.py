@@ -186,9 +186,11 @@ def own_files(
     return tuple(files), tuple(shared)
 
 
-def with_common_files(record: RankRecord, files: Iterable[CommonFile], first_block: int) -> RankRecord:
+def with_common_files(record: RankRecord, files: Sequence[CommonFile], first_block: int) -> RankRecord:
     """Returns the record of the first rank of a group, to which the common files belong. ``record`` has the files that
-    this rank writes alone, and ``first_block`` digests."""
+    this rank writes alone, and ``first_block`` digests. Mostly there are no common files."""
+    if not files:
+        return record
     tensors = {tensor: number for number, tensor in enumerate(record.tensors.rows())}
     piece_columns: dict[bytes, PieceColumns] = {}
     file_records = [*record.files]

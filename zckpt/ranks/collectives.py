@@ -91,15 +91,18 @@ class Ranks:
         ranks._connect((number,) if self.job_is_over else self.members, number, CALLS, call)
         return ranks
 
-    def part(self, numbers: Sequence[int]) -> Ranks:
-        """Some of these ranks, among them this one, by their numbers in ascending order. They may do steps of their own
-        in an action of a step of all ranks. If such a step fails, all of them leave the action with an error. So
-        whatever can fail in the action has to be in their steps, or come after them. This includes Ctrl-C: the step of
-        all ranks is not ``interruptible``, and the steps of these ranks are."""
+    def part(self, numbers: Sequence[int], inside: Ranks | None = None) -> Ranks:
+        """Some of these ranks, among them this one, by their numbers in ascending order. This is called in an action of
+        a step of all ranks, which ``inside`` does if these ranks use another group at that time. The ranks of the part
+        may do steps of their own in such an action. If one of these fails, all of them leave the action with an error.
+        So whatever can fail in the action has to be in their steps, or come after them. This includes Ctrl-C: the step
+        of all ranks is not ``interruptible``, and the steps of these ranks are."""
         ranks = object.__new__(Ranks)
         members = tuple(self.members[number] for number in numbers)
-        # The channel is another one even if these are all ranks, because a step inside of a step may lose its group.
-        ranks._connect(members, self.job_rank, f"{self._channel} of a part", self._call, self._group)
+        # If a rank is lost in a step of the part, its group is closed. The step around it still needs its group, so the
+        # part has another one, even if it has all ranks.
+        around = (inside or self)._group
+        ranks._connect(members, self.job_rank, f"{self._channel} of a part", self._call, around)
         ranks._interrupts = self._interrupts
         return ranks
 

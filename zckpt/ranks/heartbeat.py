@@ -87,8 +87,8 @@ def meet(store: Store, channel: str, rank: int, members: Sequence[int], call: st
     All ranks call it.
 
     ``channel`` says what the group is for. ``members`` has the numbers of its ranks in the job. ``call`` is the
-    function that all of them have to call. ``around``: the signs of life of a larger group, inside of whose step these
-    ranks meet. By these they notice that a rank for which they wait has died.
+    function that all of them have to call. ``around``: the signs of life of the group inside of whose step these ranks
+    meet. By these they notice that a rank for which they wait has died.
 
     Every rank stores a random word under its own key. The first rank removes these words and answers each rank. So a
     word that a rank left when it gave up does no harm, and ranks may meet any number of times.
@@ -368,8 +368,9 @@ class Lives:
     def look_at(self, numbers: Callable[[], Iterable[int]]) -> None:
         """Is called again and again while this rank waits for other ranks of the group, but not for a message of
         theirs, so that no connection ends if one of them dies. ``numbers`` returns their numbers in the job. Looks at
-        them once in a period. Raises RankError if one of them has shown for ``WAITING_SECONDS`` neither that its
-        process runs nor anything else, or if another rank says that a rank is gone."""
+        them once in a period. Raises RankError if one of them is inside of a step and has not shown for
+        ``WAITING_SECONDS`` that its process runs, if it has left the group, or if another rank says that a rank is
+        gone. A rank that is in no step shows nothing, and may come at any time."""
         now = time.monotonic()
         if now < self._looked_at + self.period:
             return
@@ -377,7 +378,7 @@ class Lives:
         self._hear_verdict()
         for rank, entry in self._entries([self._members.index(number) for number in numbers()]).items():
             shown, since = self._shown.get(rank, ([], now))
-            if entry != shown:
+            if entry != shown or entry[0] == _OUTSIDE:
                 self._shown[rank] = entry, now
             elif now > since + WAITING_SECONDS and self._verdict is None:
                 why = "has died" if entry[0] == _INSIDE else "has ended, or has given up this call"

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import zckpt
+from tests.support.one_rank import one_rank
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -37,17 +38,10 @@ pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]  # DeepSpee
 
 @pytest.fixture(scope="module", autouse=True)
 def _one_rank() -> Iterator[None]:
-    """Makes this process the only rank of a run."""
-    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29512"}
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in rank.items():
-            patch.setenv(name, value)
-        patch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # so that products repeat bit for bit
-        import deepspeed
+    import deepspeed
 
-        deepspeed.init_distributed("nccl")
+    with one_rank(29512, lambda: deepspeed.init_distributed("nccl")):
         yield
-        torch.distributed.destroy_process_group()
 
 
 def setup_of(mode: str) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from torch.distributed import checkpoint as dcp
 
 import zckpt
 import zckpt.dcp
+from tests.support.one_rank import one_rank
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,15 +26,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]  # torch wa
 
 @pytest.fixture(scope="module", autouse=True)
 def _one_rank() -> Iterator[None]:
-    """Makes this process the only rank of a run."""
-    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29513"}
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in rank.items():
-            patch.setenv(name, value)
-        patch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # so that products repeat bit for bit
-        dist.init_process_group(BACKEND)
+    with one_rank(29513, lambda: dist.init_process_group(BACKEND)):
         yield
-        dist.destroy_process_group()
 
 
 def make_state(seed: int = 0, *, mixed: bool = False) -> zckpt.TrainState:

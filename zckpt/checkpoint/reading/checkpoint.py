@@ -256,9 +256,9 @@ class Checkpoint(Mapping[str, TensorInfo]):
     ) -> torch.Tensor:
         """Returns ``tensor[index]``.
 
-        Reads of the tensor only the blocks (1 MiB each) that have bytes of the slice. For some columns, these may be
-        all blocks. With ``verify=False``, reads the bytes of the slice, and what lies between two of its rows if that
-        is at most 64 KiB.
+        Only those blocks of the tensor, of 1 MiB each, are read that have bytes of the slice. For some columns, these
+        may be all blocks. With ``verify=False``, the bytes of the slice are read, and what lies between two of its rows
+        if that is at most 64 KiB.
 
         Args:
             key: the key of the tensor.

@@ -445,11 +445,12 @@ class Preparation:
                 assigned[leader] = Assigned(assigned[leader].to_check, self.write.described, data_bytes)
         return None, assigned
 
-    def connect(self, ranks: Ranks) -> None:
-        """Connects this rank with those that write to the same files. ``ranks``: those that finish the write. A write
-        in the background has to do this while the training still has its process groups."""
+    def connect(self, writing_ranks: Ranks, ranks: Ranks) -> None:
+        """Connects this rank with those that write to the same files, inside of a step of ``ranks``. ``writing_ranks``:
+        those that finish the write. A write in the background has to do this while the training still has its process
+        groups."""
         if len(self._together) > 1:
-            self.write.writers = ranks.part(self._together)
+            self.write.writers = writing_ranks.part(self._together, inside=ranks)
 
     def begin(self, assigned: Sequence[Any] | None) -> Space | None:
         """On the leader of each machine, takes the lock, and makes the directory of the data. Gets what ``describe``
