@@ -220,9 +220,9 @@ def _agreed(
         RANKS: {name: of_value[0] for name, of_value in value_holders.items() if of_value[0]},
         **flags,
     }
-    first_ranks = {name: of_tensor[0] for name, of_tensor in holders.items() if of_tensor[0]}
+    first_ranks = {name: first for name, (first, *_) in holders.items() if first}
     state = FlatState(tensors, aliases, tree, first_ranks, group=group)
-    history_of(state).run_id = run_by_tensors((name, ()) for name in sorted(paths))
+    history_of(state).run_id = run_by_tensors((name, ()) for name in paths)
     first = {name: value for name, value in contents.values.items() if value_holders[name][0] == ranks.rank}
     own = {name: contents.values[name] for name in tree[OWN] if name in contents.values}
     if ranks.rank == 0:
@@ -259,7 +259,8 @@ def _joined(tensors_of_ranks: Sequence[Any], values_of_ranks: Sequence[Any]) -> 
 def _holders(of_ranks: Sequence[Mapping[str, object]]) -> _Holders:
     """Returns the ranks that have each name. If all ranks have the same names, it is rank 0 for each."""
     if len(of_ranks) == 1:
-        return {name: [0] for name in of_ranks[0]}
+        first = [0]
+        return dict.fromkeys(of_ranks[0], first)
     holders: dict[str, list[int]] = {}
     for rank, names in enumerate(of_ranks):
         for name in names:

@@ -12,7 +12,7 @@ import torch
 from zckpt.engines.composed import inner_tensors, is_composed
 from zckpt.errors import UnsupportedError
 from zckpt.plan.inventory import Holding
-from zckpt.transfer.memory import why_no_memory
+from zckpt.transfer.memory import PLAIN_CLASSES, why_no_memory
 from zckpt.transfer.torch_dtypes import DTYPE_NAMES
 
 if TYPE_CHECKING:
@@ -86,6 +86,8 @@ def set_in_place(target: torch.Tensor, values: torch.Tensor) -> None:
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """Returns what this rank holds of a tensor: the local tensor of a DTensor, and otherwise the tensor itself."""
+    if type(tensor) in PLAIN_CLASSES:  # It takes longer to look for an attribute that is not there.
+        return tensor
     local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
     return local
 

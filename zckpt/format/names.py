@@ -127,7 +127,8 @@ def piece_name(name: str, span: Span) -> str:
     """Returns the name of a piece in a data file: the name of its tensor if the piece is the whole tensor, and
     otherwise ``<name>@<start>:<stop>``. If a grid divides the tensor, its elements are not in the order of its shape.
     Then each of its pieces has the second form."""
-    return name if span == all_of(span.grid.shape) else partial_name(name, span.start, span.stop)
+    whole = all_of(span.grid.shape)
+    return name if span is whole or span == whole else partial_name(name, span.start, span.stop)
 
 
 def partial_name(name: str, start: int, stop: int) -> str:

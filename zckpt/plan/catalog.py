@@ -107,19 +107,11 @@ def rank_record(rank: int, plans: Iterable[DataFilePlan], digest: bytes = bytes(
     piece_columns: dict[bytes, tuple[int, PieceColumns]] = {}
     files: list[FileRecord] = []
     for plan in plans:
-        fragments, pieces = plan.fragments, plan.pieces
-        kinds = [(f.shape, f.dtype, f.span.grid.sections) for f in fragments]
-        table = np.array(
-            [
-                [tensors.setdefault((f.name, k), len(tensors)) for f, k in zip(fragments, kinds, strict=True)],
-                [f.span.start for f in fragments],
-                [f.span.stop for f in fragments],
-                [f.copy for f in fragments],
-                pieces.start,
-                pieces.block,
-            ],
-            np.int64,
-        )
+        _, names, dtypes, spans, _, copies, *_ = zip(*plan.fragments, strict=True)
+        grids, starts, stops = zip(*spans, strict=True)
+        kinds = [(grid.shape, dtype, grid.sections) for grid, dtype in zip(grids, dtypes, strict=True)]
+        numbers = [tensors.setdefault(tensor, len(tensors)) for tensor in zip(names, kinds, strict=True)]
+        table = np.array([numbers, starts, stops, copies, plan.pieces.start, plan.pieces.block], np.int64)
         number, _ = piece_columns.setdefault(table.tobytes(), (len(piece_columns), PieceColumns(*table)))
         sizes = plan.nbytes, len(plan.header), plan.first_block
         files.append(FileRecord(plan.id.part, plan.id.tier, *sizes, number, plan.id.origin))

@@ -161,17 +161,17 @@ def _plan_data_file(
         gap[number] = (int(places.start[number] - offset[number]) - gap_bytes) % DATA_ALIGNMENT_BYTES
         gap_bytes += int(gap[number])
     offset += np.cumsum(gap)
-    names = [piece_name(fragment.name, fragment.span) for fragment in fragments]
-    named = list(zip(names, fragments, strict=True))
-    shapes = {fragment.name: fragment.shape for name, fragment in named if name != fragment.name}
-    sections = {f.name: f.span.grid.sections for f in fragments if f.span.grid.sections}
-    columns = (
-        names,
-        [fragment.dtype for fragment in fragments],
-        [f.shape if name == f.name else (f.span.numel,) for name, f in named],
-        offset.tolist(),
-        nbytes.tolist(),
-    )
+    _, tensors, dtypes, spans, *_ = zip(*fragments, strict=True)
+    names = [*map(piece_name, tensors, spans)]
+    shapes, sections = {}, {}
+    of_pieces = []
+    for name, tensor, (grid, first, stop) in zip(names, tensors, spans, strict=True):
+        of_pieces.append(grid.shape if name is tensor else (stop - first,))
+        if name is not tensor:
+            shapes[tensor] = grid.shape
+        if grid.sections:
+            sections[tensor] = grid.sections
+    columns = (names, dtypes, of_pieces, offset.tolist(), nbytes.tolist())
     header = encode_header(data_file, _with_fillers(zip(*columns, strict=True), gap), shapes, sections)
     after_gap = np.flatnonzero(gap)
     sources = np.insert(np.arange(len(fragments)), after_gap, FILLER)
@@ -243,16 +243,19 @@ class FragmentPlaces(NamedTuple):
     @classmethod
     def of(cls, fragments: Sequence[Fragment]) -> FragmentPlaces:
         numbers = {"": 0}
-        places: list[tuple[int, int]] = []
-        for data in (fragment.data for fragment in fragments):
+        path: list[int] = []
+        start: list[int] = []
+        for _, _, _, _, _, _, data, _ in fragments:
             if isinstance(data, FileRange):
-                places.append((numbers.setdefault(data.path, len(numbers)), data.offset))
+                path.append(numbers.setdefault(data.path, len(numbers)))
+                start.append(data.offset)
             else:
-                places.append((-1, 0) if data is None or not data.is_cpu else (0, data.data_ptr()))
-        path, start = np.array(places, np.int64).reshape(-1, 2).T
+                address = data.data_ptr() if data is not None and data.is_cpu else -1
+                path.append(min(address, 0))
+                start.append(max(address, 0))
         item_bytes = np.array([ITEM_BYTES[fragment.dtype] for fragment in fragments], np.int64)
-        numel = np.array([fragment.span.stop - fragment.span.start for fragment in fragments], np.int64)
-        return cls(tuple(numbers), path, start, numel * item_bytes, item_bytes)
+        numel = np.array([stop - first for _, _, _, (_, first, stop), *_ in fragments], np.int64)
+        return cls(tuple(numbers), np.array(path, np.int64), np.array(start, np.int64), numel * item_bytes, item_bytes)
 
     def begin(self, number: int, byte: int) -> tuple[str, int]:
         """Returns where a byte of a fragment is: the path of a swap file and an offset in it, or the empty path and an

@@ -54,8 +54,8 @@ class FileRange:
 class Fragment(NamedTuple):
     """A span of the elements of one tensor, as one rank holds them.
 
-    ``data`` has the bytes: a contiguous 1-D tensor of ``span.numel`` elements that shares memory with the state itself,
-    or a range of a swap file. Only tensors of trees that do not lie in order are copies. It is None if only the other
+    ``data`` has the bytes: a contiguous tensor of ``span.numel`` elements that shares memory with the state itself, or
+    a range of a swap file. Only tensors of trees that do not lie in order are copies. It is None if only the other
     fields are needed. ``copy`` numbers the values of a tensor that differs from rank to rank, such as a buffer. Ranks
     that have no value of their own read copy 0. ``transfer.memory.check_fragments`` checks ``data`` before its memory
     is read or written.

@@ -87,5 +87,5 @@ def narrowed(fragment: Fragment, span: Span) -> Fragment:
         item_bytes = data.nbytes // fragment.span.numel
         data = data.narrow(start * item_bytes, span.numel * item_bytes)
     elif data is not None:
-        data = data[start : start + span.numel]
+        data = data.detach().view(-1)[start : start + span.numel]
     return fragment._replace(span=span, data=data)

@@ -9,7 +9,7 @@ import sys
 from contextlib import suppress
 from functools import cache
 from itertools import repeat
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 SHARED_BYTES = 1 << 20
 """About how many bytes of new small tensors share memory. If it were more, one tensor that is kept could keep more
 memory in use. From ``HUGE_BYTES_MIN`` on, a load of small tensors takes more of the processor's time."""
+PLAIN_CLASSES = frozenset({torch.Tensor, torch.nn.Parameter})
+"""The classes of initialized tensors that have no operations of their own."""
 TENSOR_ALIGNMENT_BYTES = 64
 """The addresses of new tensors that share memory have the same remainder, divided by this, as their places in a file.
 It is a multiple of the size of every element."""
@@ -180,8 +182,7 @@ def has_own_operations(tensor: torch.Tensor) -> bool:
 def not_plain(tensor: torch.Tensor) -> str | None:
     """Returns why the values of a tensor cannot be in memory that is its own, one element after the other, such as "is
     a tensor of layout torch.sparse_coo". Returns None if they can. Does not look at the memory."""
-    # There may be very many tensors. Those of these classes are initialized and have no operations of their own.
-    is_usual = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+    is_usual = type(tensor) in PLAIN_CLASSES  # There may be very many tensors.
     if not is_usual and torch.nn.parameter.is_lazy(tensor):
         return "is not initialized yet"
     if tensor.is_nested or tensor.layout is not torch.strided:
@@ -210,33 +211,37 @@ def check_memory(
     """
     checked = []
     for name, tensor in tensors:
-        why = why_no_memory(tensor)
-        if why is not None:
-            raise error(
-                f"{name} {why}", key=name,
-                hint="keep a dense copy of it, such as its to_dense(), dequantize() or full_tensor(), or the tensors "
-                "that it is made of; give memory to a tensor that has none yet (torch.empty_like(tensor, device=...)). "
-                "What an optimizer keeps can be saved if its class has __tensor_flatten__ and __tensor_unflatten__",
-            )  # fmt: skip
+        if why := why_no_memory(tensor):
+            raise _no_memory(name, why, error)
         checked.append(tensor)
     return check_devices(checked)
+
+
+def _no_memory(name: str, why: str, error: type[ZckptError]) -> ZckptError:
+    return error(
+        f"{name} {why}", key=name,
+        hint="keep a dense copy of it, such as its to_dense(), dequantize() or full_tensor(), or the tensors that it "
+        "is made of; give memory to a tensor that has none yet (torch.empty_like(tensor, device=...)). What an "
+        "optimizer keeps can be saved if its class has __tensor_flatten__ and __tensor_unflatten__",
+    )  # fmt: skip
 
 
 def check_fragments(fragments: Iterable[Fragment]) -> tuple[torch.device, ...]:
     """Checks the tensors of fragments that an engine has handed over, as ``check_memory`` does, and that each of them
     has the elements of its fragment as they are. Raises StateError and DeviceError."""
-    named = [(fragment, fragment.data) for fragment in fragments if isinstance(fragment.data, torch.Tensor)]
-    devices = check_memory((fragment.key, data) for fragment, data in named)
-    for fragment, data in named:
-        if data.numel() != fragment.span.numel or not lies_in_order(data):
+    in_memory = [fragment for fragment in fragments if isinstance(fragment.data, torch.Tensor)]
+    tensors = [cast("torch.Tensor", fragment.data) for fragment in in_memory]
+    for (part, name, _, span, *_), data in zip(in_memory, tensors, strict=True):
+        if why := why_no_memory(data):
+            raise _no_memory(f"{part}/{name}", why, StateError)
+        if data.numel() != span.stop - span.start or not lies_in_order(data):
             view = "conjugated or negated view" if data.is_conj() or data.is_neg() else "tensor"
-            span = fragment.span
             raise StateError(
-                f"{fragment.key}: elements {span.start} to {span.stop} do not lie one after the other in a {view} of "
-                f"shape {list(data.shape)} with strides {list(data.stride())}",
-                key=fragment.key, hint="make it contiguous, by contiguous(), resolve_conj() or resolve_neg()",
+                f"{part}/{name}: elements {span.start} to {span.stop} do not lie one after the other in a {view} of "
+                f"shape {list(data.shape)} with strides {list(data.stride())}", key=f"{part}/{name}",
+                hint="make it contiguous, by contiguous(), resolve_conj() or resolve_neg()",
             )  # fmt: skip
-    return devices
+    return check_devices(tensors)
 
 
 def why_no_memory(tensor: torch.Tensor) -> str | None:
@@ -246,14 +251,14 @@ def why_no_memory(tensor: torch.Tensor) -> str | None:
         return why
     if tensor.is_meta:
         return "is on the device meta, which keeps no values"
+    numel = tensor.numel()
+    if not numel:
+        return None
     try:
-        if not tensor.numel():
-            return None
         storage = tensor.untyped_storage()
         nbytes = storage.nbytes() if storage.data_ptr() else 0
     except RuntimeError:  # The memory is on disk (``zckpt.offload``), or torch knows of another reason.
         return "has no memory now; zckpt.reload brings back what zckpt.offload has moved to disk"
-    numel = tensor.numel()
     if not tensor.is_contiguous():
         numel = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
     needed_bytes = (int(tensor.storage_offset()) + numel) * tensor.itemsize

@@ -109,7 +109,7 @@ def values_digest(tensor: torch.Tensor) -> bytes:
 
 
 def replica_digest(tensor: torch.Tensor) -> bytes:
-    """Returns a digest of the values of a contiguous 1-D tensor, to compare them with those of other ranks, whose
+    """Returns a digest of the values of a contiguous tensor, to compare them with those of other ranks, whose
     tensors are on the same kind of device. On a GPU, it is computed there, so that the values are not copied."""
     if tensor.device.type != "cuda":
         return values_digest(tensor)
@@ -117,11 +117,11 @@ def replica_digest(tensor: torch.Tensor) -> bytes:
 
 
 def weighted_sums(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the sum of each portion of a contiguous 1-D tensor, as int64 on the device of the tensor. The terms of a
+    """Returns the sum of each portion of a contiguous tensor, as int64 on the device of the tensor. The terms of a
     sum are the bytes of the portion, eight at a time as an int64, each multiplied by an odd number of its own. So if
     one of these terms changes, the sum changes; if several do, the sum stays the same only by chance, once in 2^64
     times."""
-    flat = tensor.detach().view(torch.uint8)
+    flat = tensor.detach().view(-1).view(torch.uint8)
     terms = -(-min(PORTION_BYTES, len(flat)) // 8)
     factors = torch.arange(terms, dtype=torch.int64, device=tensor.device) * _FACTOR | 1
     sums = []

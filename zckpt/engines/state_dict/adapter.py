@@ -56,17 +56,17 @@ class StateDictAdapter(StateAdapter):
         return Inventory(tuple(self._fragments()), self.engine.aliases)
 
     def _fragments(self) -> Iterator[Fragment]:
-        rank = rank_group_of(self.engine.group).rank
+        rank, aliases, first_ranks = rank_group_of(self.engine.group).rank, self.engine.aliases, self.engine.first_ranks
         tier_of_host = Tier.HOST if torch.accelerator.is_available() else Tier.DEVICE
-        for name, tensor in self.engine.tensors.items():
-            if name in self.engine.aliases:
+        for name, (chunks, replicated, own) in self.engine.tensors.items():
+            if name in aliases:
                 continue
-            is_empty = 0 in tensor.shape and self.engine.first_ranks.get(name, 0) == rank
-            part, copy = (BUFFER, rank) if tensor.own else (PARAM, 0)
-            for span, data in tensor.chunks:
-                if span.numel or is_empty:
-                    dtype, tier = dtype_name(data.dtype, name), tier_of_host if data.is_cpu else Tier.DEVICE
-                    yield Fragment(part, name, dtype, span, tier, copy, data, tensor.replicated)
+            part, copy = (BUFFER, rank) if own else (PARAM, 0)
+            for span, data in chunks:
+                grid, first, stop = span
+                if first < stop or (0 in grid.shape and first_ranks.get(name, 0) == rank):
+                    tier = tier_of_host if data.is_cpu else Tier.DEVICE
+                    yield Fragment(part, name, dtype_name(data.dtype, name), span, tier, copy, data, replicated)
 
     def state(self) -> dict[str, Any]:
         return {STATE_DICT: self.engine.tree}

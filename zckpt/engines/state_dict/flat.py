@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from zckpt.engines.flats import view_of
 from zckpt.engines.pytorch.shards import is_sharded, replica_set, span_of
 from zckpt.engines.tensors import dtype_name, local_of
 from zckpt.errors import StateError, UnsupportedError
@@ -58,16 +57,15 @@ def leaves_of(state_dict: Mapping[Any, Any]) -> dict[str, Leaf]:
     leaves: dict[str, Leaf] = {}
     for leaf in _leaves(state_dict, (), frozenset()):
         name = name_of(leaf.path)
-        if name in leaves:
-            one, other = leaves[name].path, leaf.path
-            raise StateError(f"two leaves of the state dict are called {name}: {one} and {other}", key=name)
-        leaves[name] = leaf
+        if (first := leaves.setdefault(name, leaf)) is not leaf:
+            paths = f"{first.path} and {leaf.path}"
+            raise StateError(f"two leaves of the state dict are called {name}: {paths}", key=name)
     return leaves
 
 
 def name_of(path: Path) -> str:
     """Returns the name of a leaf."""
-    return ".".join(map(str, path))
+    return path[0] if len(path) == 1 and type(path[0]) is str else ".".join(map(str, path))
 
 
 def packed_paths(paths: Iterable[Path]) -> list[list[Path | list[str | int]]]:
@@ -103,8 +101,8 @@ class HeldTensor(NamedTuple):
     """What this rank holds of one tensor of a state dict."""
 
     chunks: tuple[tuple[Span, torch.Tensor], ...]
-    """The elements that this rank holds, which may be none. Those of each span are in a 1-D tensor, one after the
-    other. All spans have the same grid."""
+    """The elements that this rank holds, which may be none. Those of each span are in a contiguous tensor. All spans
+    have the same grid."""
     replicated: str = ""
     """The value of ``Fragment.replicated``."""
     own: bool = False
@@ -125,8 +123,9 @@ def held(name: str, tensor: torch.Tensor, ranks: int, local: torch.Tensor | None
     """Returns what this rank holds of a tensor. ``ranks``: the number of ranks that write. ``local``: the values that
     are written in the place of those that the tensor has on this rank. Raises UnsupportedError, which names the tensor,
     for one that cannot be written."""
-    data = values_in_order(name, local_of(tensor) if local is None else local)
-    if not is_sharded(tensor):
+    own = local_of(tensor)
+    data = values_in_order(name, own if local is None else local)
+    if own is tensor:
         return HeldTensor(((all_of(tensor.shape), data),), "every rank" if ranks > 1 else "")
     try:
         span = held_span(tensor)
@@ -136,15 +135,14 @@ def held(name: str, tensor: torch.Tensor, ranks: int, local: torch.Tensor | None
 
 
 def values_in_order(name: str, local: torch.Tensor) -> torch.Tensor:
-    """Returns the values of a tensor on this rank, one after the other, in a 1-D tensor. It is a copy only if they do
-    not lie in order. Raises UnsupportedError, which names the tensor, for one that cannot be written."""
-    why = not_plain(local)
-    if why is not None:
+    """Returns a contiguous tensor with the values of ``local``. It is a copy only if they do not lie in order. Raises
+    UnsupportedError, which names the tensor, for one that cannot be written."""
+    if why := not_plain(local):
         raise UnsupportedError(f"{name} {why}", hint="keep a dense copy of it, or the tensors that it is made of")
     dtype_name(local.dtype, name)
     if not lies_in_order(local):
         local = local.detach().resolve_conj().resolve_neg().contiguous()
-    return view_of(local, 0, local.numel())
+    return local
 
 
 def held_span(tensor: Any) -> Span:
@@ -182,12 +180,12 @@ class HeldLeaves:
         """Returns the contents of a state dict. ``ranks``: as for ``held``. Raises the errors of ``leaves_of`` and
         ``held``."""
         made = cls({}, {}, {}, set())
-        for name, leaf in leaves_of(state_dict).items():
-            if leaf.is_tensor:
-                made.tensors[name] = held(name, leaf.value, ranks)
-                made.paths[name] = leaf.path
+        for name, (path, _, _, value) in leaves_of(state_dict).items():
+            if isinstance(value, torch.Tensor):
+                made.tensors[name] = held(name, value, ranks)
+                made.paths[name] = path
             else:
-                made.add_value(name, leaf.path, leaf.value)
+                made.add_value(name, path, value)
         return made
 
     def add_value(self, name: str, path: Path, value: Any) -> None:
@@ -214,6 +212,8 @@ class HeldLeaves:
         first: dict[tuple[object, ...], str] = {}
         aliases = {}
         addresses = [tensor.chunks[0][1].data_ptr() for tensor in self.tensors.values()]
+        if len({*addresses}) == len(addresses):
+            return {}
         times = Counter(addresses)
         for (name, tensor), address in zip(self.tensors.items(), addresses, strict=True):
             if times[address] > 1 and not tensor.own and any(span.numel for span, _ in tensor.chunks):

@@ -76,5 +76,5 @@ def _portions(fragment: Fragment) -> Iterator[np.ndarray]:
             room = np.empty(here * item, np.uint8)
             read_from(data.path, data.offset + first * item, room)
         else:
-            room = np.frombuffer(host_bytes(with_values(data[first : first + here]).cpu()), np.uint8)
+            room = np.frombuffer(host_bytes(with_values(data.view(-1)[first : first + here]).cpu()), np.uint8)
         yield room.view(f"u{item}")
