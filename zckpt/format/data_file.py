@@ -10,7 +10,7 @@ import struct
 from collections import Counter
 from dataclasses import dataclass
 from functools import cache
-from itertools import accumulate, pairwise
+from itertools import accumulate, islice, pairwise
 from json.encoder import encode_basestring
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -36,6 +36,8 @@ LENGTH_BYTES = 8
 """The size of the first field of a data file, which has the length of the header text."""
 BEGINNING_BYTES = DATA_ALIGNMENT_BYTES
 """The number of bytes by which ``begins_like_data_file`` recognises a data file. No header is shorter."""
+ENTRIES_ENCODED = 1 << 12
+"""How many entries of a header are encoded at a time."""
 SECTOR_BYTES = 512
 """The smallest number of bytes that a disk writes as a whole."""
 FILLER_BYTES_MAX = DATA_ALIGNMENT_BYTES - 1
@@ -159,22 +161,29 @@ def encode_header(
     if sections:
         grids = {name: packed_sections(of_tensor) for name, of_tensor in sections.items()}
         metadata["zckpt.grids"] = json.dumps(grids, separators=(",", ":"), ensure_ascii=False)
-    members = [f'"{names.METADATA}":{json.dumps(metadata, separators=(",", ":"), ensure_ascii=False)}']
+    text = bytearray(LENGTH_BYTES)
+    text += f'{{"{names.METADATA}":{json.dumps(metadata, separators=(",", ":"), ensure_ascii=False)}'.encode()
 
     @cache
     def described(dtype: str, shape: tuple[int, ...]) -> str:
         return f'"dtype":"{dtype}","shape":[{",".join(map(str, shape))}]'
 
-    # If there are many small tensors, json.dumps of a dict for each of them would take longer than to write their data.
-    members += [
-        f'{encode_basestring(name)}:{{{described(dtype, shape)},"data_offsets":[{offset},{offset + nbytes}]}}'
-        for name, dtype, shape, offset, nbytes in entries
-    ]
-    text = f"{{{','.join(members)}}}".encode()
-    padded = -(-(LENGTH_BYTES + len(text)) // DATA_ALIGNMENT_BYTES) * DATA_ALIGNMENT_BYTES - LENGTH_BYTES
-    if padded > HEADER_BYTES_MAX:
-        raise broken("S001", f"{len(members) - 1} entries need a header of {padded} bytes", file=data_file.path)
-    return struct.pack("<Q", padded) + text.ljust(padded)
+    # If there are many small tensors, json.dumps of a dict for each of them would take longer than to write their data,
+    # and the text of all entries as a list of strings would take several times the memory of the header.
+    number, some = 0, iter(entries)
+    while members := [
+        f',{encode_basestring(name)}:{{{described(dtype, shape)},"data_offsets":[{offset},{offset + nbytes}]}}'
+        for name, dtype, shape, offset, nbytes in islice(some, ENTRIES_ENCODED)
+    ]:
+        number += len(members)
+        text += "".join(members).encode()
+    text += b"}"
+    padded = -(-len(text) // DATA_ALIGNMENT_BYTES) * DATA_ALIGNMENT_BYTES
+    if padded - LENGTH_BYTES > HEADER_BYTES_MAX:
+        raise broken("S001", f"{number} entries need a header of {padded - LENGTH_BYTES} bytes", file=data_file.path)
+    text += b" " * (padded - len(text))
+    text[:LENGTH_BYTES] = struct.pack("<Q", padded - LENGTH_BYTES)
+    return bytes(text)
 
 
 def with_origin(header: bytes, data_file: DataFileId) -> bytes:

@@ -163,20 +163,16 @@ def _plan_data_file(
     offset += np.cumsum(gap)
     _, tensors, dtypes, spans, *_ = zip(*fragments, strict=True)
     names = [*map(piece_name, tensors, spans)]
-    shapes, sections = {}, {}
-    of_pieces = []
-    for name, tensor, (grid, first, stop) in zip(names, tensors, spans, strict=True):
-        of_pieces.append(grid.shape if name is tensor else (stop - first,))
-        if name is not tensor:
-            shapes[tensor] = grid.shape
-        if grid.sections:
-            sections[tensor] = grid.sections
-    columns = (names, dtypes, of_pieces, offset.tolist(), nbytes.tolist())
+    pieces = list(zip(names, tensors, spans, strict=True))
+    shapes = {tensor: grid.shape for name, tensor, (grid, *_) in pieces if name != tensor}
+    sections = {tensor: grid.sections for _, tensor, (grid, *_) in pieces if grid.sections}
+    shape_of = [grid.shape if name == tensor else (stop - first,) for name, tensor, (grid, first, stop) in pieces]
+    columns = (names, dtypes, shape_of, offset.tolist(), nbytes.tolist())
     header = encode_header(data_file, _with_fillers(zip(*columns, strict=True), gap), shapes, sections)
     after_gap = np.flatnonzero(gap)
     sources = np.insert(np.arange(len(fragments)), after_gap, FILLER)
-    sizes = np.insert(nbytes, after_gap, gap[after_gap])
-    regions, blocks = _regions(np.append(HEADER, sources), np.append(len(header), sizes), block_bytes)
+    region_bytes = np.insert(nbytes, after_gap, gap[after_gap])
+    regions, blocks = _regions(np.append(HEADER, sources), np.append(len(header), region_bytes), block_bytes)
     file_bytes = int(regions.nbytes.sum())
     return DataFilePlan(data_file, header, tuple(fragments), places, regions, file_bytes, first_block, blocks)
 
