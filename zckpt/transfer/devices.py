@@ -8,14 +8,15 @@ from __future__ import annotations
 import math
 import threading
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from operator import attrgetter
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 
 from zckpt.errors import DeviceError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
 JOINED_BYTES = 256 << 10
 """If the copies of a batch are smaller than this many bytes on average, they go through a buffer on the device, so that
@@ -126,6 +127,13 @@ def give_back_memory(devices: Iterable[torch.device]) -> None:
         give_back_pinned_memory()
 
 
+def byte_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the bytes of a contiguous tensor as a 1-D uint8 tensor that shares its memory."""
+    if not tensor.numel():
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
 def rows_of(flat: torch.Tensor, runs: int, run_numel: int, stride: int) -> torch.Tensor:
     """Returns ``runs`` runs of ``run_numel`` elements of a 1-D tensor as the rows of a view. The first run begins with
     the first element of ``flat``, and each further one ``stride`` elements later. If there is one run, the view has one
@@ -135,8 +143,9 @@ def rows_of(flat: torch.Tensor, runs: int, run_numel: int, stride: int) -> torch
 
 class ToDevice(NamedTuple):
     """One copy from a staging buffer to a device. The copied elements have the dtype ``dtype``, begin at byte ``start``
-    of the buffer, and fill ``target``. They are converted to the dtype of ``target``. ``target`` has one dimension, or
-    is what ``rows_of`` returns. Then its rows begin every ``source_stride`` bytes in the buffer."""
+    of the buffer, and fill ``target``, which is contiguous. They are converted to the dtype of ``target``. With a
+    ``source_stride``, ``target`` is what ``rows_of`` returns instead, and its rows begin every ``source_stride`` bytes
+    in the buffer."""
 
     start: int
     dtype: torch.dtype
@@ -144,39 +153,60 @@ class ToDevice(NamedTuple):
     source_stride: int = 0
 
     @property
-    def runs_and_numel(self) -> tuple[int, int]:
-        """The number of runs, and the number of elements of each."""
-        runs, run_numel = (1, *self.target.shape)[-2:]
-        return runs, run_numel
-
-    @property
-    def nbytes(self) -> int:
-        """The number of bytes of the buffer from the first element to the last one."""
-        runs, run_numel = self.runs_and_numel
-        return (runs - 1) * self.source_stride + run_numel * self.dtype.itemsize
+    def stop(self) -> int:
+        """The byte of the buffer after the last element."""
+        if not self.source_stride:
+            return self.start + self.target.numel() * self.dtype.itemsize
+        runs, run_numel = self.target.shape
+        return self.start + (runs - 1) * self.source_stride + run_numel * self.dtype.itemsize
 
     @property
     def is_adjacent(self) -> bool:
         """Whether both memories have the bytes one after the other, unconverted, so that the device can copy them
         without a buffer of its own."""
-        return self.dtype == self.target.dtype and self.target.dim() == 1
+        return self.dtype == self.target.dtype and not self.source_stride
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, torch.dtype]:
+        """The dtypes of the copied elements, in the buffer and on the device."""
+        return self.dtype, self.target.dtype
 
     def of(self, buffer: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the target and the part of ``buffer`` that is copied to it, as two tensors of one dtype unless the
-        elements are converted."""
-        stored = buffer[self.start : self.start + self.nbytes]
+        """Returns the target and the part of ``buffer`` that is copied to it, as two tensors of one shape. They have
+        one dtype unless the elements are converted."""
+        stored = buffer[self.start : self.stop]
         if self.is_adjacent:
-            return self.target.view(torch.uint8), stored
-        stride = self.source_stride // self.dtype.itemsize
-        return self.target, rows_of(stored.view(self.dtype), *self.runs_and_numel, stride)
+            return byte_tensor(self.target), stored
+        stored = stored.view(self.dtype)
+        if not self.source_stride:
+            return self.target.view(-1), stored
+        runs, run_numel = self.target.shape
+        return self.target, rows_of(stored, runs, run_numel, self.source_stride // self.dtype.itemsize)
 
 
 class FromDevice(NamedTuple):
-    """One copy from a device to a staging buffer. The bytes of ``source``, a 1-D uint8 tensor, go to the buffer from
+    """One copy from a device to a staging buffer. The bytes of ``source``, which is contiguous, go to the buffer from
     byte ``start`` on."""
 
     start: int
     source: torch.Tensor
+
+    @property
+    def stop(self) -> int:
+        """The byte of the buffer after the last one that is copied."""
+        return self.start + self.source.nbytes
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype]:
+        """The dtype of the copied elements."""
+        return (self.source.dtype,)
+
+    def of(self, buffer: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the part of ``buffer`` that is filled, and the bytes that it is filled with."""
+        return buffer[self.start : self.stop], byte_tensor(self.source)
+
+
+Copy = TypeVar("Copy", ToDevice, FromDevice)
 
 
 class CopyQueue:
@@ -185,6 +215,11 @@ class CopyQueue:
     If the buffers are pinned and the device has streams, copies are queued on a stream of their own. Otherwise each
     copy is done when its method returns. PyTorch's allocators do not know that this stream uses the tensors, so the
     caller keeps them alive until the copies are done.
+
+    Small tensors go through a buffer on the device, so that host and device exchange one copy. A few calls of torch put
+    all of them into this buffer, or move them out of it. With a call for each of them, the threads that read or write
+    would mostly wait for each other's turn in Python. If the device has no memory for the buffer, the tensors are
+    copied one by one.
 
     ``to_device`` and ``from_device`` return an event that happens when their copies are done, or None if they are done
     already.
@@ -198,42 +233,36 @@ class CopyQueue:
         self._stream = _take_stream(device) if pinned and has_streams(device) else None
         self._queueing = threading.Lock()
 
+    @torch.no_grad()
     def to_device(self, buffer: torch.Tensor, copies: Sequence[ToDevice]) -> torch.Event | None:
         """Copies from the buffer to targets that do not overlap. If the device has streams, elements are converted on
-        the device."""
+        the device, unless it has too little memory."""
         if self._stream is None:
-            for copy in copies:
-                target, stored = copy.of(buffer)
-                target.copy_(stored)
+            _copy_each((copy.of(buffer) for copy in copies), non_blocking=False)
             return None
+        is_direct = all(copy.is_adjacent for copy in copies) and _are_large(copies)
         with self._queueing, self._stream:
-            if all(copy.is_adjacent for copy in copies) and _are_large([copy.target.nbytes for copy in copies]):
-                for copy in copies:
-                    target, stored = copy.of(buffer)
-                    target.copy_(stored, non_blocking=True)
+            if is_direct or self._mirror is None:
+                _copy_each((copy.of(buffer) for copy in copies), non_blocking=True)
             else:
-                start = min(copy.start for copy in copies)
-                stop = max(copy.start + copy.nbytes for copy in copies)
+                start, stop = min(copy.start for copy in copies), max(copy.stop for copy in copies)
                 self._mirror[start:stop].copy_(buffer[start:stop], non_blocking=True)
-                targets, stored_parts = zip(*(copy.of(self._mirror) for copy in copies), strict=True)
-                torch._foreach_copy_(targets, stored_parts)
+                spaced = (copy.of(self._mirror) for copy in copies if copy.source_stride)
+                _copy_each(spaced, non_blocking=True)
+                for run in runs_of([copy for copy in copies if not copy.source_stride]):
+                    stored = self._mirror[run[0].start : run[-1].stop].view(run[0].dtype)
+                    _fill_together([copy.target for copy in run], stored)
             return self._stream.record_event()
 
+    @torch.no_grad()
     def from_device(self, buffer: torch.Tensor, copies: Sequence[FromDevice]) -> torch.Event | None:
-        """Copies to parts of the buffer that do not overlap. ``copies`` are in the order of these parts."""
-        parts = [slice(copy.start, copy.start + len(copy.source)) for copy in copies]
+        """Copies to parts of the buffer that do not overlap."""
         if self._stream is None:
-            for part, copy in zip(parts, copies, strict=True):
-                buffer[part].copy_(copy.source)
+            _copy_each((copy.of(buffer) for copy in copies), non_blocking=False)
             return None
         with self._queueing, self._stream:
-            if _are_large([len(copy.source) for copy in copies]):
-                for part, copy in zip(parts, copies, strict=True):
-                    buffer[part].copy_(copy.source, non_blocking=True)
-            else:
-                torch._foreach_copy_([self._mirror[part] for part in parts], [copy.source for copy in copies])
-                for part in _joined(parts):
-                    buffer[part].copy_(self._mirror[part], non_blocking=True)
+            joined = copies if _are_large(copies) else _joined(copies)
+            _copy_each((copy.of(buffer) for copy in joined), non_blocking=True)
             return self._stream.record_event()
 
     def wait(self) -> None:
@@ -248,11 +277,15 @@ class CopyQueue:
             self._stream = None
 
     @cached_property
-    def _mirror(self) -> torch.Tensor:
-        """A buffer on the device, as large as a staging buffer. One is enough for all staging buffers, because the
-        copies through it follow each other on one stream. It is allocated while this stream is current. Otherwise
-        torch's allocator might return memory that another stream still uses."""
-        return device_memory((self._buffer_bytes,), torch.uint8, self.device)
+    def _mirror(self) -> torch.Tensor | None:
+        """A buffer on the device, as large as a staging buffer, or None if the device has no memory for it. One is
+        enough for all staging buffers, because the copies through it follow each other on one stream. It is allocated
+        while this stream is current. Otherwise torch's allocator might return memory that another stream still uses."""
+        try:
+            with torch.inference_mode(False):  # What is made in this mode can only be changed in it.
+                return device_memory((self._buffer_bytes,), torch.uint8, self.device)
+        except DeviceError:
+            return None
 
 
 _idle_streams: dict[torch.device, list[torch.Stream]] = {}
@@ -268,20 +301,50 @@ def _take_stream(device: torch.device) -> torch.Stream:
         return torch.Stream(device)
 
 
-def _are_large(sizes: Sequence[int]) -> bool:
-    """Returns whether copies of these sizes, in bytes, are large enough to be made one by one."""
-    return len(sizes) == 1 or sum(sizes) >= JOINED_BYTES * len(sizes)
+def _are_large(copies: Sequence[ToDevice] | Sequence[FromDevice]) -> bool:
+    """Returns whether copies are large enough to be made one by one."""
+    return len(copies) == 1 or sum(copy.stop - copy.start for copy in copies) >= JOINED_BYTES * len(copies)
 
 
-def _joined(parts: Sequence[slice]) -> list[slice]:
-    """Returns these slices of a buffer, with adjacent ones joined into one."""
-    joined = [parts[0]]
-    for part in parts[1:]:
-        if part.start == joined[-1].stop:
-            joined[-1] = slice(joined[-1].start, part.stop)
-        else:
-            joined.append(part)
-    return joined
+def runs_of(copies: Sequence[Copy]) -> Iterator[list[Copy]]:
+    """Yields runs of copies of the same dtypes that are adjacent in the buffer, one after the other."""
+    run: list[Copy] = []
+    for copy in sorted(copies, key=attrgetter("start")):
+        if run and (copy.start != run[-1].stop or copy.dtypes != run[-1].dtypes):
+            yield run
+            run = []
+        run.append(copy)
+    if run:
+        yield run
+
+
+def _joined(copies: Sequence[FromDevice]) -> Iterator[FromDevice]:
+    """Yields copies that do the same as ``copies``, with one for each run. The elements of a run are first put into one
+    new tensor. If the device has no memory for it, the copies of the run stay as they are."""
+    for run in runs_of(copies):
+        try:
+            yield FromDevice(run[0].start, torch._C._nn.flatten_dense_tensors([copy.source for copy in run]))
+        except torch.OutOfMemoryError:
+            yield from run
+
+
+def _fill_together(targets: list[torch.Tensor], stored: torch.Tensor) -> None:
+    """Fills tensors of one dtype with the elements of ``stored``, a 1-D tensor on the same device."""
+    if stored.dtype == targets[0].dtype and stored.dtype not in (torch.float32, torch.float64):
+        # Where torch copies many tensors by one call, it has 16-bit floats converted to fp32 and back, which changes
+        # NaNs, and it does not know all dtypes.
+        stored = stored.view(_INTEGERS[stored.itemsize])
+        targets = [target.view(stored.dtype) for target in targets]
+    torch._foreach_copy_(targets, torch._C._nn.unflatten_dense_tensors(stored, targets))
+
+
+_INTEGERS = {dtype.itemsize: dtype for dtype in (torch.uint8, torch.int16, torch.int32, torch.int64)}
+
+
+def _copy_each(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], *, non_blocking: bool) -> None:
+    """Copies tensors one by one. Each pair is a target and a source."""
+    for target, source in pairs:
+        target.copy_(source, non_blocking=non_blocking)
 
 
 def _usable_device(device: torch.device) -> torch.device:

@@ -19,7 +19,7 @@ from zckpt.geometry import runs_of_equal
 from zckpt.plan.reads import STRAIGHT_BYTES_MIN
 from zckpt.storage.buffers import PAGE_BYTES
 from zckpt.system import linux
-from zckpt.transfer.devices import ToDevice, check_devices, device_memory, devices_of, rows_of
+from zckpt.transfer.devices import ToDevice, byte_tensor, check_devices, device_memory, devices_of, rows_of
 from zckpt.transfer.host_memory import HostMemory
 
 if TYPE_CHECKING:
@@ -152,13 +152,6 @@ def aligned(room: torch.Tensor, nbytes: int, alignment_bytes: int) -> torch.Tens
     """Returns ``nbytes`` bytes of ``room`` as a view. Their address is a multiple of ``alignment_bytes``. ``room`` is a
     1-D uint8 tensor in host memory."""
     return room.narrow(0, -room.data_ptr() % alignment_bytes, nbytes)
-
-
-def byte_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the bytes of a contiguous tensor as a 1-D uint8 tensor that shares its memory."""
-    if not tensor.numel():
-        return torch.empty(0, dtype=torch.uint8, device="cpu")
-    return tensor.detach().reshape(-1).view(torch.uint8)
 
 
 def lies_in_order(tensor: torch.Tensor) -> bool:
@@ -305,7 +298,11 @@ class Targets:
     def to_device(self, copy: StridedCopy, first: int) -> ToDevice:
         """Returns ``copy`` as a copy from a staging buffer to a target on a device. ``first``: the byte of the buffer
         with which the source begins."""
-        return ToDevice(first + copy.source, self._stored[copy.target], self._rows(copy), copy.source_stride)
+        target, dtype = self._tensors[copy.target], self._stored[copy.target]
+        if copy.run_bytes == target.numel() * dtype.itemsize:
+            return ToDevice(first + copy.source, dtype, target)
+        source_stride = copy.source_stride if copy.runs > 1 else 0
+        return ToDevice(first + copy.source, dtype, self._rows(copy), source_stride)
 
     def put(self, copies: Copies, staged: Bytes) -> None:
         """Carries out ``copies`` from ``staged``, which has the bytes of the sources, to targets in host memory."""

@@ -16,7 +16,7 @@ import torch
 
 from zckpt.storage.buffers import PAGE_BYTES
 from zckpt.system.linux import free_lazily
-from zckpt.transfer.devices import CopyQueue, give_back_pinned_memory, has_streams, pinned_memory
+from zckpt.transfer.devices import CopyQueue, give_back_pinned_memory, has_streams, pinned_memory, runs_of
 from zckpt.transfer.memory import aligned, fresh_tensor
 
 if TYPE_CHECKING:
@@ -290,8 +290,9 @@ class BounceBuffer(StagingBuffer):
             except BaseException:
                 self._pinned.wait()  # A copy that is queued already must not reach the buffer when others use it.
                 raise
-            for copy in copies:
-                ctypes.memmove(self.address + copy.start, pinned.address + copy.start, len(copy.source))
+            for run in runs_of(copies):
+                start, stop = run[0].start, run[-1].stop
+                ctypes.memmove(self.address + start, pinned.address + start, stop - start)
 
 
 class BouncePool(StagingPool):

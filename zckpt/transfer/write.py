@@ -24,9 +24,8 @@ from zckpt.plan.data_files import FILLER, HEADER
 from zckpt.plan.inventory import FileRange
 from zckpt.storage.buffers import PAGE_BYTES, whole_pages
 from zckpt.storage.files import read_from
-from zckpt.transfer.devices import FromDevice
+from zckpt.transfer.devices import FromDevice, byte_tensor
 from zckpt.transfer.host_memory import gather, memory
-from zckpt.transfer.memory import byte_tensor
 from zckpt.transfer.pipeline import Pipeline
 from zckpt.transfer.read import fill, read_staged
 from zckpt.transfer.snapshot import Snapshot
@@ -315,7 +314,9 @@ def _fill(
             read_from(data.path, data.offset + start, room)
         return
     _check(fragment)
-    copies[data.device].append(FromDevice(position, byte_tensor(data)[start : start + nbytes]))
+    if nbytes < data.nbytes:
+        data = byte_tensor(data)[start : start + nbytes]
+    copies[data.device].append(FromDevice(position, data))
 
 
 def _compare(job: _Job, source: CopySource, digests: bytes, block_bytes: int) -> None:

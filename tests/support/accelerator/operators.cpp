@@ -7,6 +7,8 @@
 #include <ATen/native/CPUFallback.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/set_native.h>
@@ -191,6 +193,19 @@ at::Tensor copy_from_and_resize(const at::Tensor& self, const at::Tensor& target
   return copy_from(self, target, false);
 }
 
+// Its result is new memory, which can be filled when its turn comes.
+at::Tensor cat(const at::ITensorListRef& tensors, int64_t dim) {
+  std::vector<at::Tensor> shapes;
+  std::optional<at::Device> device;
+  for (const at::Tensor& tensor : tensors) {
+    shapes.push_back(at::empty_like(tensor, tensor.options().device(at::kMeta)));
+    device = tensor.device();
+  }
+  at::Tensor shape = at::cat(shapes, dim);
+  at::Tensor result = at::empty(shape.sizes(), shape.options().device(device));
+  return at::cat_out(result, tensors, dim);
+}
+
 using Stack = torch::jit::Stack;
 
 bool is_on_device(const at::Tensor& tensor) {
@@ -338,6 +353,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("record_stream", sim::record_stream);
   library.impl("_copy_from", sim::copy_from);
   library.impl("_copy_from_and_resize", sim::copy_from_and_resize);
+  library.impl("cat", sim::cat);
   library.impl("view", at::native::view);
   library.impl("as_strided", at::native::as_strided_tensorimpl);
   library.impl("_reshape_alias", at::native::_reshape_alias);

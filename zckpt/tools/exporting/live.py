@@ -23,8 +23,8 @@ from zckpt.storage.files import read_from
 from zckpt.system.threads import Worker, stop
 from zckpt.tools.exporting.exchange import Exchange, SlicedFiles, plan_exchange
 from zckpt.tools.exporting.write import NewFile, put_whole
-from zckpt.transfer.devices import rows_of
-from zckpt.transfer.memory import byte_tensor, fresh_tensor
+from zckpt.transfer.devices import byte_tensor, rows_of
+from zckpt.transfer.memory import fresh_tensor
 from zckpt.transfer.staging import host_pool
 from zckpt.transfer.torch_dtypes import TORCH_DTYPES
 
