@@ -4,6 +4,7 @@ device is the simulated accelerator."""
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -12,11 +13,22 @@ import torch
 
 import zckpt
 from tests.support import accelerator
-from tests.support.device_copies import BLOCK_BYTES, ONE_THREAD, SMALL, on_device, same, write, written
+from tests.support.device_copies import (
+    BLOCK_BYTES,
+    ONE_THREAD,
+    SMALL,
+    on_device,
+    same,
+    to_devices,
+    to_host,
+    write,
+    written,
+)
 from zckpt.transfer import devices, staging
 
 if TYPE_CHECKING:
     from pathlib import Path
+    from types import FrameType
 
 
 pytestmark = pytest.mark.sim
@@ -38,6 +50,66 @@ def test_memory_between_copies_belongs_to_their_stream(tmp_path: Path, direction
             assert same(zckpt.open(tmp_path / "c").load(device="sim"), tensors)
         else:
             assert written(tmp_path / "d", on_device(SMALL), ONE_THREAD)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_threads_call_torch_a_few_times_for_many_small_tensors(tmp_path: Path, dtype: torch.dtype) -> None:
+    """After each call, a thread waits for its turn in Python. ``numel`` and ``is_contiguous`` let no other thread
+    run."""
+    tensors = {f"{number}": torch.full((5, 10), number, dtype=dtype, device="sim") for number in range(1000)}
+    calls: Counter[str] = Counter()
+
+    def count(frame: FrameType, event: str, function: Any) -> None:
+        owner = getattr(function, "__self__", None)
+        if event == "c_call" and (isinstance(owner, torch.Tensor) or "torch" in str(getattr(owner, "__name__", ""))):
+            calls[function.__name__] += 1
+
+    threading.setprofile(count)
+    try:
+        zckpt.write_state_dict(tensors, tmp_path / "c")
+        in_write = Counter(calls)
+        loaded = zckpt.open(tmp_path / "c").load(device="sim")
+    finally:
+        threading.setprofile(None)
+    assert same(loaded, {key: tensors[key.partition("/")[2]].cpu() for key in loaded})
+    assert len(loaded) == 1000
+    assert 0 < in_write["flatten_dense_tensors"] <= 2
+    assert 0 < calls["unflatten_dense_tensors"] <= 2
+    viewed = 0 if dtype is torch.float32 else 1000  # as integers, so that every bit of a NaN is kept
+    others = sum(calls[name] for name in calls.keys() - {"numel", "is_contiguous"})
+    assert viewed <= others < viewed + 200, calls
+
+
+@pytest.mark.parametrize("to_device", [True, False])
+def test_a_device_without_memory_for_a_buffer_gets_small_tensors_one_by_one(tmp_path: Path, to_device: bool) -> None:
+    tensors = write(tmp_path / "c", SMALL)
+    full = mock.Mock(side_effect=torch.OutOfMemoryError("out of memory"))
+    if to_device:
+        out = {key: torch.empty(tensor.shape, device="sim") for key, tensor in tensors.items()}
+        halves = {key: torch.empty(tensor.shape, device="sim", dtype=torch.half) for key, tensor in tensors.items()}
+        with mock.patch.object(devices, "device_memory", mock.Mock(side_effect=zckpt.DeviceError("out of memory"))):
+            loaded = zckpt.open(tmp_path / "c").load(out=out)
+            assert same(zckpt.open(tmp_path / "c").load(out=halves), {key: tensors[key].half() for key in tensors})
+        assert same(loaded, tensors)
+        assert len(to_devices()) >= 2 * len(SMALL)
+    else:
+        on_sim = on_device(SMALL)
+        with mock.patch.object(torch._C._nn, "flatten_dense_tensors", full):
+            assert written(tmp_path / "d", on_sim, ONE_THREAD)
+        assert full.called
+        assert len([copy for copy in to_host() if not copy.waited]) == len(SMALL)
+
+
+def test_a_queue_serves_tensors_of_inference_mode_and_others() -> None:
+    buffer = torch.arange(8, dtype=torch.uint8).pin_memory()
+    queue = devices.CopyQueue(torch.device("sim:0"), 8, pinned=True)
+    for inference in (True, False, True):
+        with torch.inference_mode(inference):
+            targets = [torch.zeros(2, 2, dtype=torch.uint8, device="sim") for _ in range(2)]
+            devices.synchronize([targets[0].device])
+            queue.to_device(buffer, [devices.ToDevice(4 * at, torch.uint8, targets[at]) for at in range(2)])
+        queue.wait()
+        assert [target.tolist() for target in targets] == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
 
 
 @pytest.mark.parametrize("to_device", [True, False])

@@ -8,6 +8,7 @@ of copies.
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,7 @@ from zckpt.testing.adapter import ReferenceRestoring
 from zckpt.transfer import write as io_write
 from zckpt.transfer.devices import CopyQueue, ToDevice
 from zckpt.transfer.snapshot import Snapshot
+from zckpt.transfer.torch_dtypes import TORCH_DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -89,6 +91,10 @@ def seen(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return copies
 
 
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().cpu().reshape(-1).view(torch.uint8)
+
+
 def assert_loaded(loaded: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
     assert same_all(seen(loaded), {f"master/{name}": tensor.cpu() for name, tensor in expected.items()})
 
@@ -127,6 +133,31 @@ def test_conversion_on_the_way(kind: str, dtype: torch.dtype, tmp_path: Path) ->
         with torch.inference_mode(inference):
             loaded = zckpt.open(tmp_path / "c", budget=budget).load("master/*", device=kind, dtype=dtype)
         assert_loaded(loaded, {name: tensor.to(dtype) for name, tensor in tensors.items()})
+
+
+@on_each
+def test_small_tensors_keep_every_bit(kind: str, tmp_path: Path) -> None:
+    """Tensors of all dtypes, with any bits, such as those of NaNs, are put together and cut apart on the devices."""
+    torch.manual_seed(0)
+    tensors: dict[str, torch.Tensor] = {}
+    for device, shape in itertools.product(devices_of(kind), [(3, 5), (7,), (), (0, 3), (1, 1), (2, 3, 4)]):
+        for name, dtype in TORCH_DTYPES.items():
+            values = torch.randint(256, (2, math.prod(shape) * dtype.itemsize), dtype=torch.uint8)
+            for number in range(2):
+                tensors[f"{name}.{len(tensors)}"] = values[number].clone().view(dtype).view(shape).to(device)
+    with torch.inference_mode():
+        tensors["inference"] = torch.randn(5, device=kind)
+    tensors["parameter"] = torch.nn.Parameter(torch.randn(5, 3, device=kind))
+    tensors["view"] = torch.randn(9, 5, device=kind)[3:]
+    zckpt.write_state_dict(tensors, tmp_path / "c")
+    checkpoint = zckpt.open(tmp_path / "c")
+    out = {key: torch.zeros_like(tensors[key.partition("/")[2]]) for key in checkpoint}
+    parameter = next(key for key in out if key.endswith("/parameter"))
+    out[parameter] = torch.nn.Parameter(out[parameter])
+    for loaded in (checkpoint.load(device=kind), checkpoint.load(out=out)):
+        assert len(loaded) == len(tensors)
+        for key, tensor in loaded.items():
+            assert torch.equal(bits(tensor), bits(tensors[key.partition("/")[2]])), key
 
 
 @on_each
