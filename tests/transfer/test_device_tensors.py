@@ -147,7 +147,7 @@ def test_small_tensors_keep_every_bit(kind: str, tmp_path: Path) -> None:
                 tensors[f"{name}.{len(tensors)}"] = values[number].clone().view(dtype).view(shape).to(device)
     with torch.inference_mode():
         tensors["inference"] = torch.randn(5, device=kind)
-    tensors["parameter"] = torch.nn.Parameter(torch.randn(5, 3, device=kind))
+    tensors["parameter"] = torch.nn.Parameter(torch.randn(5, 3, device=kind, dtype=torch.bfloat16))
     tensors["view"] = torch.randn(9, 5, device=kind)[3:]
     zckpt.write_state_dict(tensors, tmp_path / "c")
     checkpoint = zckpt.open(tmp_path / "c")
