@@ -158,7 +158,7 @@ def synthetic(ranks: int, tensors: int, parts: int) -> list[catalog.RankRecord]:
     zeros = np.zeros(tensors, np.int64)
     rank_records = []
     for rank in range(ranks):
-        columns = catalog.PieceColumns(number, zeros + 4 * rank, zeros + 4 * rank + 4, zeros, 16 * number, 1 + number)
+        columns = catalog.PieceColumns(number, zeros + 4 * rank, zeros + 4, zeros, 16 * number, 1 + number)
         data_files = tuple(
             catalog.FileRecord(f"part{part}", Tier.DEVICE, 4096 + 16 * tensors, 4096, part * (tensors + 1), 0, "")
             for part in range(parts)

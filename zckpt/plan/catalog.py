@@ -22,7 +22,6 @@ from zckpt.format.limits import MANY_PIECES_MAX
 from zckpt.format.manifest import File, Files, Manifest, Part
 from zckpt.format.names import LINEAGE, MACHINES, Tier, data_file_path
 from zckpt.format.rules import broken
-from zckpt.geometry import Spans
 from zckpt.plan.inventory import MASTER, PARAM
 from zckpt.plan.lineage import Lineage, run_by_tensors
 
@@ -59,15 +58,22 @@ class Tensors(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class PieceColumns(Spans):
-    """The pieces of a file, as columns. ``tensor`` is a position in ``RankRecord.tensors``. ``start``, ``stop`` and
-    ``copy`` are those of the fragment and its span. ``offset`` and ``block`` are ``start`` and ``block`` of
-    ``DataFilePlan.pieces``. Files whose columns are equal, such as those of the master weights and of the moments,
-    share one object."""
+class PieceColumns:
+    """The pieces of a file, as columns of integers. ``tensor`` is a position in ``RankRecord.tensors``. ``start``,
+    ``numel`` and ``copy`` are those of the fragment and its span. ``offset`` and ``block`` are ``start`` and ``block``
+    of ``DataFilePlan.pieces``. Files whose columns are equal, such as those of the master weights and of the moments,
+    share one object. There is no column for the end of each span, because equal shares of a tensor have the same number
+    of elements on all ranks, but not the same end."""
 
+    tensor: Ints
+    start: Ints
+    numel: Ints
     copy: Ints
     offset: Ints
     block: Ints
+
+    def __len__(self) -> int:
+        return len(self.tensor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,10 +114,11 @@ def rank_record(rank: int, plans: Iterable[DataFilePlan], digest: bytes = bytes(
     files: list[FileRecord] = []
     for plan in plans:
         _, names, dtypes, spans, _, copies, *_ = zip(*plan.fragments, strict=True)
-        grids, starts, stops = zip(*spans, strict=True)
+        grids, starts, _ = zip(*spans, strict=True)
         kinds = [(grid.shape, dtype, grid.sections) for grid, dtype in zip(grids, dtypes, strict=True)]
         numbers = [tensors.setdefault(tensor, len(tensors)) for tensor in zip(names, kinds, strict=True)]
-        table = np.array([numbers, starts, stops, copies, plan.pieces.start, plan.pieces.block], np.int64)
+        numel = plan.places.nbytes // plan.places.item_bytes
+        table = np.array([numbers, starts, numel, copies, plan.pieces.start, plan.pieces.block], np.int64)
         number, _ = piece_columns.setdefault(table.tobytes(), (len(piece_columns), PieceColumns(*table)))
         sizes = plan.nbytes, len(plan.header), plan.first_block
         files.append(FileRecord(plan.id.part, plan.id.tier, *sizes, number, plan.id.origin))
@@ -119,14 +126,10 @@ def rank_record(rank: int, plans: Iterable[DataFilePlan], digest: bytes = bytes(
     return RankRecord(rank, digest, Tensors.of(tensors), columns_of_files, tuple(files))
 
 
-_RECEIVED_DTYPES = {"tensor": "<u4", "start": "<i8", "stop": "<i8", "copy": "<u4", "offset": "<i8", "block": "<u4"}
-"""The dtypes of the columns of ``PieceColumns`` in a packed record, and after ``unpack``."""
-
-
 def pack(value: RankRecord) -> bytes:
     """Returns the bytes of a rank's record, which is sent to the rank that commits."""
     piece_columns = [
-        [getattr(columns, column).astype(dtype).tobytes() for column, dtype in _RECEIVED_DTYPES.items()]
+        [_packed(getattr(columns, name)) for name in PieceColumns.__dataclass_fields__]
         for columns in value.piece_columns
     ]
     files = [[f.part, f.tier, f.nbytes, f.data_start, f.first_block, f.columns_id, f.origin] for f in value.files]
@@ -134,6 +137,12 @@ def pack(value: RankRecord) -> bytes:
     tensors = msgpack.packb([names, kind, [*map(msgpack.packb, kinds)]])
     raw = msgpack.packb([value.rank, value.digest, tensors, piece_columns, files])
     return zstandard.ZstdCompressor(level=1).compress(raw)
+
+
+def _packed(column: Ints) -> tuple[str, bytes]:
+    """Returns the smallest dtype that can hold a column, and its bytes."""
+    dtype = np.min_scalar_type(int(column.max(initial=0))).newbyteorder("<")
+    return dtype.str, column.astype(dtype).tobytes()
 
 
 def unpack(raws: Iterable[bytes]) -> list[RankRecord]:
@@ -162,10 +171,7 @@ def unpack(raws: Iterable[bytes]) -> list[RankRecord]:
             lists[key] = Tensors(tuple([names.setdefault(name, name) for name in of_rank]), kind, of_kinds)
         own_columns = (
             PieceColumns(
-                *(
-                    columns.setdefault((dtype, column), np.frombuffer(column, dtype))
-                    for dtype, column in zip(_RECEIVED_DTYPES.values(), of_files, strict=True)
-                )
+                *(columns.setdefault((dtype, column), np.frombuffer(column, dtype)) for dtype, column in of_files)
             )
             for of_files in piece_columns
         )
@@ -180,16 +186,17 @@ class _Numbered:
     def __init__(self) -> None:
         self.names: dict[str, int] = {}
         self.kinds: dict[Kind, int] = {}
-        self._known: dict[int, tuple[Ints, Ints]] = {}
+        self._known: dict[int, tuple[NDArray[np.int32], NDArray[np.int32]]] = {}
         """What ``add`` has returned for each list, by its ``id``."""
 
-    def add(self, tensors: Tensors) -> tuple[Ints, Ints]:
+    def add(self, tensors: Tensors) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """Returns the numbers of the names and of the kinds of ``tensors``, a list that many ranks may share. What is
         new gets the next number. The list has to stay in memory as long as this object is used."""
         if id(tensors) not in self._known:
             name = [self.names.setdefault(name, len(self.names)) for name in tensors.names]
-            kind = np.array([self.kinds.setdefault(kind, len(self.kinds)) for kind in tensors.kinds], np.int64)
-            self._known[id(tensors)] = np.array(name, np.int64), kind[np.frombuffer(tensors.kind, "<u4")]
+            kind = np.array([self.kinds.setdefault(kind, len(self.kinds)) for kind in tensors.kinds], np.int32)
+            # Thousands of ranks may have different lists, so these columns are narrow.
+            self._known[id(tensors)] = np.array(name, np.int32), kind[np.frombuffer(tensors.kind, "<u4")]
         return self._known[id(tensors)]
 
 
@@ -200,18 +207,18 @@ class _FilePieces(NamedTuple):
     tier: Tier
     columns_id: int
     columns: PieceColumns
-    names: Ints
+    names: NDArray[np.int32]
     """The numbers of the names of the tensors to which ``columns.tensor`` refers."""
-    kinds: Ints
+    kinds: NDArray[np.int32]
     """The numbers of their kinds."""
 
     @property
-    def name(self) -> Ints:
+    def name(self) -> NDArray[np.int32]:
         """The number of the name of each piece's tensor."""
         return self.names[self.columns.tensor]
 
     @property
-    def kind(self) -> Ints:
+    def kind(self) -> NDArray[np.int32]:
         """The number of the kind of each piece's tensor."""
         return self.kinds[self.columns.tensor]
 
@@ -237,10 +244,10 @@ def _chunks(part: str, files: Sequence[_FilePieces], name: Ints, count: Ints, nu
     """Each file, the order of its pieces by name, or None if they are in this order, and the first piece of each
     chunk."""
     for file in files:
-        name = file.name
-        order = np.argsort(name, kind="stable") if (name[1:] < name[:-1]).any() else None
-        first = np.searchsorted(name if order is None else name[order], first_names)
-        placed.append((file, order, [*first.tolist(), len(name)]))
+        of_file = file.name
+        order = np.argsort(of_file, kind="stable") if (of_file[1:] < of_file[:-1]).any() else None
+        first = np.searchsorted(of_file if order is None else of_file[order], first_names)
+        placed.append((file, order, [*first.tolist(), len(of_file)]))
     for number in range(len(first_names)):
         yield _rows(part, _pieces_of_chunk(placed, number), numbered)
 
@@ -253,18 +260,20 @@ def _pieces_of_chunk(placed: Sequence[tuple[_FilePieces, Ints | None, Sequence[i
         if first < end:
             chosen.append((file, slice(first, end) if order is None else order[first:end], end - first))
     name, kind = (
-        np.concatenate([getattr(file, column)[file.columns.tensor[pieces]] for file, pieces, _ in chosen])
+        np.concatenate(
+            [getattr(file, column)[file.columns.tensor[pieces]] for file, pieces, _ in chosen], dtype=np.int64
+        )
         for column in ("names", "kinds")
     )
-    start, stop, copy, offset, block = (
+    start, numel, copy, offset, block = (
         np.concatenate([getattr(file.columns, column)[pieces] for file, pieces, _ in chosen], dtype=np.int64)
-        for column in ("start", "stop", "copy", "offset", "block")
+        for column in ("start", "numel", "copy", "offset", "block")
     )
     rank, tier = (
         np.repeat([getattr(file, column) for file, *_ in chosen], [count for *_, count in chosen])
         for column in ("rank", "tier")
     )
-    together = (name, kind, start, stop, copy, offset, block, rank, tier)
+    together = (name, kind, start, numel, copy, offset, block, rank, tier)
     order = np.lexsort((start, copy, name))
     return [column[order] for column in together]
 
@@ -272,11 +281,11 @@ def _pieces_of_chunk(placed: Sequence[tuple[_FilePieces, Ints | None, Sequence[i
 def _rows(part: str, columns: Sequence[Ints], numbered: _Numbered) -> Rows:
     """Returns the rows of one chunk of a part.
 
-    ``columns`` are int64 arrays with an entry for each piece of the chunk: name, kind, start, stop, copy, offset,
+    ``columns`` are int64 arrays with an entry for each piece of the chunk: name, kind, start, numel, copy, offset,
     block, rank, tier. The pieces are in the order of their names, copies and starts. Raises RankError if ranks disagree
     about a tensor, and FormatError (I005) if the pieces of all ranks do not make up whole tensors.
     """
-    name, kind, start, stop, copy, offset, block, rank, tier = columns
+    name, kind, start, length, copy, offset, block, rank, tier = columns
     row_name, first, count = np.unique(name, return_index=True, return_counts=True)
     row_kind, kinds = kind[first], [*numbered.kinds]
     differs = np.flatnonzero(kind != np.repeat(row_kind, count))
@@ -289,13 +298,13 @@ def _rows(part: str, columns: Sequence[Ints], numbered: _Numbered) -> Rows:
             key=f"{part}/{label}",
             rank=this_rank,
         )
-    layout = Rows(row_name, count, rank, tier, stop - start, offset, block)
+    rows = Rows(row_name, count, rank, tier, length, offset, block)
     numel = np.array([math.prod(shape) for shape, _, _ in kinds], np.int64)[row_kind]
-    wrong = _wrong_starts(layout, name, copy, start, numel)
+    wrong = _wrong_starts(rows, name, copy, start, numel)
     if wrong.any():
         label = _label(numbered, name[np.argmax(wrong)])
         raise broken("I005", "the pieces of all ranks leave a gap or overlap", key=f"{part}/{label}")
-    return layout
+    return rows
 
 
 def _label(numbered: _Numbered, number: int) -> str:
@@ -310,13 +319,13 @@ def _described(shape: tuple[int, ...], dtype: str, sections: Sections) -> str:
     )
 
 
-def _wrong_starts(layout: Rows, name: Ints, copy: Ints, start: Ints, numel: Ints) -> NDArray[np.bool]:
+def _wrong_starts(rows: Rows, name: Ints, copy: Ints, start: Ints, numel: Ints) -> NDArray[np.bool]:
     """Returns, for each piece, whether a reader would compute another start or copy for it than the ranks have recorded
     (I005). A reader has to compute them, because the index does not store where pieces start."""
-    read_start, read_copy = index_format.starts_and_copies(layout, numel)
+    read_start, read_copy = index_format.starts_and_copies(rows, numel)
     wrong: NDArray[np.bool] = start != read_start
     wrong[1:] |= (name[1:] == name[:-1]) & ((copy[1:] == copy[:-1]) != (read_copy[1:] == read_copy[:-1]))
-    wrong &= np.repeat(numel, layout.count) > 0
+    wrong &= np.repeat(numel, rows.count) > 0
     return wrong
 
 

@@ -114,19 +114,20 @@ def _common_file(
     for record, file in members:
         own = record.piece_columns[file.columns_id]
         tensor = numbers[record.rank][own.tensor]
-        nbytes = (own.stop - own.start) * item_bytes[tensor]
+        nbytes = own.numel * item_bytes[tensor]
         begin = starts[record.rank] = stop
         firsts.append(len(entries))
-        pieces = (tensor, own.start, own.stop, own.offset + begin, nbytes)
-        for number, start, end, offset, size in zip(*(column.tolist() for column in pieces), strict=True):
+        offsets = own.offset.astype(np.int64) + begin
+        pieces = (tensor, own.start, own.numel, offsets, nbytes)
+        for number, start, count, offset, size in zip(*(column.tolist() for column in pieces), strict=True):
             if offset > stop:
                 entries.append(_filler(len(entries), stop, offset))
             name, (shape, dtype, grid) = tensors[number]
             stop = offset + size
-            if end - start == numel[number] and not grid:
+            if count == numel[number] and not grid:
                 entries.append((name, dtype, shape, offset, size))
                 continue
-            entries.append((partial_name(name, start, end), dtype, (end - start,), offset, size))
+            entries.append((partial_name(name, start, start + count), dtype, (count,), offset, size))
             shapes[name] = shape
             if grid:
                 sections[name] = grid
@@ -134,7 +135,7 @@ def _common_file(
         if padding[record.rank]:
             entries.append(_filler(len(entries), stop, stop + padding[record.rank]))
             stop += padding[record.rank]
-        columns.append((tensor, own.start, own.stop, own.copy, own.offset + begin))
+        columns.append((tensor, own.start, own.numel, own.copy, offsets))
     if len({name for name, *_ in entries}) < len(entries):
         return None  # Several ranks have the same tensor without elements.
     used = np.unique(np.concatenate([tensor for tensor, *_ in columns]))

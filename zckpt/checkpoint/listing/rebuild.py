@@ -92,7 +92,7 @@ def rank_records(
                     )
                     data_file = header.data_file
                     copy = copies[data_file.part, name, rank, data_file.tier, start]
-                    rows.append((tensor, start, start + length, copy, entry.offset, block))
+                    rows.append((tensor, start, length, copy, entry.offset, block))
             columns.append(PieceColumns(*np.array(rows, np.int64).reshape(-1, 6).T))
             data_file = header.data_file
             size = (file.nbytes, header.data_start)
