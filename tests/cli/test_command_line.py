@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import subprocess
@@ -188,6 +187,19 @@ def test_a_script_whose_name_begins_with_a_dash(tmp_path: Path, monkeypatch: pyt
     assert {*DASHES} == {*COMMANDS} - {"run"}
 
 
+@pytest.mark.parametrize(
+    ("words", "script", "passed"),
+    [
+        (["train.py", "--", "-a"], "train.py", ["--", "-a"]),
+        (["-m", "train", "--", "--", "-m"], "train", ["--", "--", "-m"]),
+        (["--", "-train.py", "--", "a", "--"], "-train.py", ["--", "a", "--"]),
+    ],
+)
+def test_two_dashes_behind_a_script_are_the_script_s(words: list[str], script: str, passed: list[str]) -> None:
+    arguments = make_parser(["run"]).parse_args(["run", *words])
+    assert (arguments.script, arguments.arguments) == (script, passed)
+
+
 def test_other_formats_are_named_by_every_command(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -234,15 +246,23 @@ def test_a_defect_of_a_command_is_no_answer(
     assert "KeyError: 'no such key'" in capsys.readouterr().err
 
 
-def test_a_command_ends_quietly_if_the_reader_of_its_output_goes_away() -> None:
-    command = [sys.executable, "-m", "zckpt", "info", str(SOUND)]
-    reading, writing = os.pipe()
-    os.close(reading)
-    try:
-        ended = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
-    finally:
-        os.close(writing)
-    assert (ended.returncode, ended.stderr) == (141, "")
+def shell(command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False, timeout=600)
+
+
+@pytest.mark.linux
+def test_output_that_nobody_takes_is_an_error_of_one_line() -> None:
+    info, usage = (f"{sys.executable} -m zckpt {arguments}" for arguments in (f"info {SOUND}", "--help"))
+    full = "zckpt: cannot write the output: No space left on device\n"
+    closed = "zckpt: cannot write the output: it is closed\n"
+    for command, error in ((f"{info} > /dev/full", full), (f"{usage} > /dev/full", full), (f"{info} >&-", closed)):
+        ended = shell(command)
+        assert (ended.returncode, ended.stderr) == (2, error), command
+    gone = shell(f"{info} | true; exit ${{PIPESTATUS[0]}}")
+    assert (gone.returncode, gone.stderr) == (141, ""), "the reader has ended"
+    for nobody in ("2>&-", "2> /dev/full"):
+        assert shell(f"{info}/absent {nobody}").returncode == 2
+        assert shell(f"{info} {nobody}").stdout
 
 
 def test_shells_complete_commands_and_options(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,6 @@ status:
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import traceback
 from contextlib import nullcontext
@@ -52,39 +51,36 @@ name of the command."""
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit status. Errors go to stderr."""
-    argv = sys.argv[1:] if argv is None else argv
     with output.guarded():
-        arguments = make_parser(argv).parse_args(argv)
-    # The script of `run` prints what it likes.
-    with nullcontext() if arguments.command == "run" else output.guarded():
-        return _run(arguments)
-
-
-def _run(arguments: argparse.Namespace) -> int:
-    try:
-        status: int = _command(arguments.command).run(arguments)
-        sys.stdout.flush()
-    except zckpt.ZckptError as error:
-        output.print_text(f"zckpt: {error}", sys.stderr)
-        return 2
-    except BrokenPipeError:  # The program that read the output, such as `head`, has ended.
-        with open(os.devnull, "w") as devnull:
-            # Python flushes stdout once more when it exits, which must not fail.
-            os.dup2(devnull.fileno(), sys.stdout.fileno())
-        return 141
-    except KeyboardInterrupt:
-        return 130
-    except Exception as error:
-        if arguments.command == "run":
-            raise  # This is an error of the script. Python prints its traceback and sets the exit status.
-        if not isinstance(error, ValueError):
+        try:
+            return _run(sys.argv[1:] if argv is None else argv)
+        except zckpt.ZckptError as error:
+            output.print_text(f"zckpt: {error}", sys.stderr)
+        except BrokenPipeError:
+            return 141
+        except KeyboardInterrupt:
+            return 130
+        except Exception:
             # This is a defect of zckpt. Python would exit with the status 1, which is an answer.
             traceback.print_exc()
-            return 2
+        return 2
+
+
+def _run(argv: Sequence[str]) -> int:
+    try:
+        arguments = make_parser(argv).parse_args(argv)
+        # The script of `run` prints what it likes.
+        with output.unguarded() if arguments.command == "run" else nullcontext():
+            status: int = _command(arguments.command).run(arguments)
+        return status
+    except ValueError as error:
+        if isinstance(error, zckpt.ZckptError):
+            raise
         # The library raises ValueError for arguments that contradict each other.
         output.print_text(f"zckpt {arguments.command}: {error}", sys.stderr)
         return 2
-    return status
+    finally:
+        sys.stdout.flush()
 
 
 def make_parser(configured: Collection[str] = tuple(COMMANDS)) -> argparse.ArgumentParser:
@@ -122,8 +118,12 @@ class _CommandParser(argparse.ArgumentParser):
 
     _intermixed = False
 
+    @property
+    def _has_remainder(self) -> bool:
+        return any(action.nargs == argparse.REMAINDER for action in self._actions)
+
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        if self._intermixed or any(action.nargs == argparse.REMAINDER for action in self._actions):
+        if self._intermixed or self._has_remainder:
             return super().parse_known_args(args, namespace)
         # argparse calls this method again from within, once for the options and once for the positional arguments.
         self._intermixed = True
@@ -135,6 +135,11 @@ class _CommandParser(argparse.ArgumentParser):
         finally:
             self._intermixed = False
         return namespace, [argument.removeprefix(_POSITIONAL) for argument in unknown]
+
+    def _get_nargs_pattern(self, action: argparse.Action) -> str:
+        pattern: str = super()._get_nargs_pattern(action)
+        # What is behind the script is the script's, also a `--`, which argparse would take for the end of our options.
+        return pattern.replace("A-*)", "A)") if self._has_remainder else pattern
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
         return super()._get_value(action, arg_string.removeprefix(_POSITIONAL))

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import sys
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from typing import TYPE_CHECKING, Any, TextIO
 
-from zckpt.errors import count, printable
+from zckpt.errors import ZckptError, count, printable
 from zckpt.progress import ProgressBar
 
 if TYPE_CHECKING:
@@ -50,18 +51,38 @@ def print_json(value: Any) -> None:
 
 class _Guard(io.TextIOBase):
     """Passes text on to a stream, as far as it is printable and the stream can encode it. Everything else becomes
-    escape sequences."""
+    escape sequences. ``original`` is the stream, or None if it is closed, as Python has it, and ``closed`` is what
+    refuses all text then. ``is_needed``: whether it is an error if the stream does not take the text."""
 
-    def __init__(self, stream: TextIO) -> None:
-        self.stream = stream
+    def __init__(self, original: TextIO | None, closed: TextIO, is_needed: bool) -> None:
+        self.original, self._is_needed = original, is_needed
+        self.stream = original or closed
 
     def write(self, text: str) -> int:
         encoding = getattr(self.stream, "encoding", None) or "utf-8"
-        self.stream.write(printable(text, keep="\n").encode(encoding, "backslashreplace").decode(encoding))
+        with self._refused():
+            self.stream.write(printable(text, keep="\n").encode(encoding, "backslashreplace").decode(encoding))
         return len(text)
 
     def flush(self) -> None:
-        self.stream.flush()
+        if not self.stream.closed:
+            with self._refused():
+                self.stream.flush()
+
+    @contextmanager
+    def _refused(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            with open(os.devnull, "w") as devnull:
+                # Python flushes the stream once more when it exits, which must not fail.
+                os.dup2(devnull.fileno(), self.stream.fileno())
+            if not self._is_needed:
+                return
+            if isinstance(error, BrokenPipeError):  # The program that read the output, such as `head`, has ended.
+                raise
+            reason = "it is closed" if self.original is None else error.strerror or str(error)
+            raise ZckptError(f"cannot write the output: {reason}") from error
 
     def fileno(self) -> int:
         return self.stream.fileno()
@@ -76,7 +97,20 @@ class _Guard(io.TextIOBase):
 @contextmanager
 def guarded() -> Iterator[None]:
     """Lets stdout and stderr take only printable text, whoever prints."""
-    with redirect_stdout(_Guard(sys.stdout)), redirect_stderr(_Guard(sys.stderr)):
+    with (
+        open(os.devnull) as closed,
+        redirect_stdout(_Guard(sys.stdout, closed, is_needed=True)),
+        redirect_stderr(_Guard(sys.stderr, closed, is_needed=False)),
+    ):
+        yield
+
+
+@contextmanager
+def unguarded() -> Iterator[None]:
+    """Within ``guarded``, gives a script the streams as they are."""
+    out, err = sys.stdout, sys.stderr
+    assert isinstance(out, _Guard) and isinstance(err, _Guard)  # noqa: PT018
+    with redirect_stdout(out.original), redirect_stderr(err.original):
         yield
 
 

@@ -7,6 +7,7 @@ import importlib.util
 import os
 import runpy
 import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import zckpt
@@ -161,7 +162,8 @@ def _frames_of_script(traceback: TracebackType | None) -> TracebackType | None:
 
 
 def _print(message: str) -> None:
-    output.print_text(f"zckpt run: {printable(message)}", sys.stderr)
+    with suppress(OSError):  # The script goes on if nobody can be told.
+        output.print_text(f"zckpt run: {printable(message)}", sys.stderr)
 
 
 def _no_script(path: str) -> str | None:
