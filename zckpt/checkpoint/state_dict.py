@@ -13,7 +13,17 @@ from zckpt.checkpoint.write import write_engine
 from zckpt.checkpoint.writing.collect import fingerprint
 from zckpt.checkpoint.writing.options import WriteOptions
 from zckpt.engines.history import history_of
-from zckpt.engines.state_dict.flat import OWN, PATHS, RANKS, STREAMS, FlatState, HeldLeaves, matches, packed_paths
+from zckpt.engines.state_dict.flat import (
+    OWN,
+    PATHS,
+    RANKS,
+    STREAMS,
+    FlatState,
+    HeldLeaves,
+    check_names,
+    matches,
+    packed_paths,
+)
 from zckpt.errors import StateError, first_few
 from zckpt.format.digest import digest
 from zckpt.format.names import CLIENT_STATE
@@ -184,6 +194,7 @@ def _agreed(
     def prepare() -> list[Any]:
         patterns = several(per_rank) or ()
         contents = make(ranks.size).with_own(patterns)
+        check_names(contents.paths)
         # Each rank may have another value of its own, so such a value has no fingerprint.
         values = {
             name: [

@@ -69,6 +69,8 @@ def test_names_are_those_of_dcp() -> None:
         ({"c": WEIGHT.to(torch.complex128)}, "c has dtype torch.complex128"),
         ({"m": WEIGHT.to("meta")}, r"param/m .*device meta"),
         ([WEIGHT], r"a state dict is .*got list"),
+        ({"m": {"\ud800": WEIGHT}}, r"the name m\.\\ud800 is not valid Unicode"),
+        ({"m": {"\ud800": 1}}, r"the name m\.\\ud800 is not valid Unicode"),
     ],
 )
 def test_what_cannot_be_written_is_refused_by_name(tmp_path: Path, state_dict: Any, message: str) -> None:

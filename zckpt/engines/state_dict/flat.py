@@ -18,7 +18,7 @@ import torch
 
 from zckpt.engines.pytorch.shards import is_sharded, replica_set, span_of
 from zckpt.engines.tensors import dtype_name, local_of
-from zckpt.errors import StateError, UnsupportedError
+from zckpt.errors import StateError, UnsupportedError, printable
 from zckpt.geometry import all_of
 from zckpt.transfer.memory import lies_in_order, not_plain
 
@@ -66,6 +66,17 @@ def leaves_of(state_dict: Mapping[Any, Any]) -> dict[str, Leaf]:
 def name_of(path: Path) -> str:
     """Returns the name of a leaf."""
     return path[0] if len(path) == 1 and type(path[0]) is str else ".".join(map(str, path))
+
+
+def check_names(names: Iterable[str]) -> None:
+    """Raises StateError if the name of a leaf is not valid Unicode, which the names in a file have to be."""
+    for name in names:
+        try:
+            name.encode()
+        except UnicodeEncodeError:
+            raise StateError(
+                f"the name {printable(name)} is not valid Unicode", key=name, hint="rename it in the state dict"
+            ) from None
 
 
 def packed_paths(paths: Iterable[Path]) -> list[list[Path | list[str | int]]]:
