@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -225,6 +226,28 @@ def test_other_formats_are_named_by_every_command(
             assert f"this is {what}" in shown.err
             assert ("zckpt convert" in shown.err) == (what != "an adapter of PEFT")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_run_with_checkpoints_of_zckpt_and_of_deepspeed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The error says how to name a checkpoint of the other format than that which `latest` names."""
+    run = tmp_path / "run"
+    shutil.copytree(SOUND, run / "global_step7")
+    (run / "global_step9").mkdir()
+    (run / "global_step9" / "mp_rank_00_model_states.pt").touch()
+
+    def error(*arguments: str) -> str:
+        assert main([*arguments]) == 2
+        return capsys.readouterr().err
+
+    (run / "latest").write_text("global_step9")
+    assert "or give one of the checkpoints that are here, newest first: global_step7" in error("ls", str(run))
+    assert f"give the path of one of the checkpoints in {run}: global_step7" in error(
+        "convert", str(run), str(tmp_path / "new"), "--to", "deepspeed"
+    )
+    (run / "latest").write_text("global_step7")
+    for tag in ([], ["--tag", "global_step7"], ["--tag", "absent"]):
+        said = error("convert", str(run), str(tmp_path / "new"), *tag)
+        assert f"with tag (--tag), name one of the checkpoints in {run}: global_step9" in said
 
 
 def test_the_hints_of_conversions_name_options_of_the_command_line(

@@ -13,6 +13,7 @@ from zckpt.checkpoint.listing.runs import (
     names_in,
     not_a_checkpoint,
     nothing_at,
+    ours_in,
     read_latest,
     read_manifest,
     refuse_links,
@@ -89,7 +90,7 @@ def _find(path: StrPath, look: Callable[[Store], T | None]) -> tuple[Store, T]:
             return checkpoint, seen
         other = other_format(names_in(checkpoint))
         if other is not None:
-            message, hint = f"`latest` names {other.what}", other.hint
+            message, hint = f"`latest` names {other.what}", "; or ".join(filter(None, [other.hint, ours_in(store)]))
         else:
             message, hint = "`latest` names a checkpoint that is not there", what_is_here(store)
         raise CheckpointNotFoundError(message, file=str(checkpoint.location), rule="L001", hint=hint)

@@ -404,7 +404,7 @@ def _similar_to(store: Store) -> str:
 def not_a_checkpoint(store: Store, entries: Sequence[str], message: str) -> CheckpointNotFoundError:
     """Returns the error, with ``message``, for a directory with these entries, in which nobody has begun a checkpoint.
     It says what is there instead."""
-    other, here = other_format(entries), _ours_in(store)
+    other, here = other_format(entries), ours_in(store)
     if other is not None and not here:
         return CheckpointNotFoundError(f"this is {other.what}", file=str(store.location), hint=other.hint)
     # Trainer's save_model() puts a model into the directory that has the checkpoints.
@@ -415,7 +415,7 @@ def not_a_checkpoint(store: Store, entries: Sequence[str], message: str) -> Chec
 def what_is_here(run: Store) -> str:
     """Returns the hint of an error that says that ``run`` is not a checkpoint. It names the checkpoints or the runs
     that are in this directory, and says what to do."""
-    ours = _ours_in(run)
+    ours = ours_in(run)
     if ours:
         return ours
     runs = _runs_in(run)
@@ -437,7 +437,7 @@ def _runs_in(above: Store) -> list[Store]:
     return [*{directory.location: directory for directory in begun}.values()]
 
 
-def _ours_in(run: Store) -> str:
+def ours_in(run: Store) -> str:
     """Returns the clause for a hint that names the checkpoints of zckpt in this directory. It is empty if there are
     none."""
     begun = [(directory, entries) for directory, entries in _searched(run) if is_begun(entries)]

@@ -142,7 +142,11 @@ def convert(
             )
             if to != "zckpt":
                 hint = "convert it to a checkpoint of zckpt first: to='zckpt' (without --to)"
-            raise UnsupportedError(f"{printable(folder.path)} is {_DESCRIPTIONS[folder.format]}", hint=hint)
+            others = formats.those_in(origin, of_zckpt=to != "zckpt")  # `latest` may name one of the other format.
+            raise UnsupportedError(
+                f"{printable(folder.path)} is {_DESCRIPTIONS[folder.format]}",
+                hint=f"{others}; or {hint}" if others else hint,
+            )
         return folder
 
     with ranks.undivided():

@@ -72,18 +72,20 @@ def _unknown(path: str, entries: list[str]) -> Exception:
     return CheckpointNotFoundError(
         f"there is no checkpoint of a known format: it has {first_few(entries, 5) or 'no entries'}",
         file=path,
-        hint=_those_in(path) or _GIVE,
+        hint=those_in(path) or _GIVE,
     )
 
 
-def _those_in(path: str) -> str | None:
-    """Returns a hint that names the checkpoints in a folder, or None if it has none."""
+def those_in(path: str, of_zckpt: bool = False) -> str | None:
+    """Returns a hint that names the checkpoints of zckpt, or those of the other formats, in a folder. It is None if
+    there are none."""
     try:
-        entries = sorted(os.listdir(path))
-        checkpoints = [name for name in entries if _format(_listed(os.path.join(path, name)))]
+        formats = {name: _format(_listed(os.path.join(path, name))) for name in sorted(os.listdir(path))}
     except OSError:
         return None
-    return f"name one of the checkpoints in {path}: {first_few(checkpoints, 5)}" if checkpoints else None
+    found = first_few([name for name, kind in formats.items() if kind and (kind == ZCKPT) == of_zckpt], 5)
+    how = "give the path of" if of_zckpt else "with tag (--tag), name"
+    return f"{how} one of the checkpoints in {printable(path)}: {found}" if found else None
 
 
 def _listed(path: str) -> list[str]:
@@ -94,7 +96,7 @@ def _entries(path: str, run: str) -> list[str]:
     try:
         return sorted(os.listdir(path))
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise CheckpointNotFoundError("there is no such folder", file=path, hint=_those_in(run) or _GIVE) from error
+        raise CheckpointNotFoundError("there is no such folder", file=path, hint=those_in(run) or _GIVE) from error
     except OSError as error:
         raise from_os_error(error, "list", path) from error
 
@@ -104,5 +106,5 @@ def _named(run: str, latest: str) -> str:
     try:
         return read_latest(open_store(run), latest)
     except FormatError as error:
-        error.hint = _those_in(run) or _GIVE
+        error.hint = those_in(run) or _GIVE
         raise
