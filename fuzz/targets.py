@@ -36,7 +36,8 @@ from zckpt.format.dtypes import ITEM_BYTES
 from zckpt.format.manifest import Chunk, File, Files, Manifest, Part
 from zckpt.format.names import Tier
 from zckpt.geometry import Grid
-from zckpt.tools.converting.restricted_pickle import Inert, load
+from zckpt.tools.converting.pickle_objects import Inert
+from zckpt.tools.converting.restricted_pickle import load
 from zckpt.transfer.stored import stored_range, with_values
 from zckpt.transfer.torch_dtypes import DTYPE_NAMES
 
@@ -319,7 +320,7 @@ def _check_values(value: Any, file_bytes: int) -> None:
         assert value is None or isinstance(value, kinds) or type(value).__module__ in KNOWN_MODULES, type(value)
 
 
-KNOWN_MODULES = {"builtins", "zckpt.tools.converting.restricted_pickle"}
+KNOWN_MODULES = {"builtins", "zckpt.tools.converting.pickle_objects", "zckpt.tools.converting.restricted_pickle"}
 """The modules of what stands in a pickle for a class, a function, a dtype of NumPy or a storage."""
 TARGETS = {target.__name__: target for target in (header, index, manifest, tree, checkpoint, repair, latest, pickle)}
 """The targets by name."""

@@ -78,6 +78,7 @@ OF_LOCAL_FILES = {
     "tools/converting/deepspeed_folder.py",  # reads files of other programs
     "tools/converting/formats.py",  # looks at folders of other programs
     "tools/converting/hugging_face.py",  # reads files of other programs
+    "tools/converting/pickle_objects.py",  # makes values that are paths
     "tools/converting/restricted_pickle.py",
     "tools/converting/source.py",  # reads files of other programs
     "frameworks/zero_to_fp32.py",  # writes files of other programs

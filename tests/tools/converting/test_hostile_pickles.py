@@ -17,7 +17,7 @@ import torch
 
 import zckpt
 from tests.support.deepspeed_folders import make_folder, refused
-from zckpt.tools.converting import restricted_pickle, write
+from zckpt.tools.converting import restricted_pickle, torch_archive, write
 from zckpt.tools.converting.restricted_pickle import MEMORY_GROWTH_MAX, load
 from zckpt.transfer.stored import stored_range, with_values
 
@@ -232,7 +232,7 @@ def test_tensors_that_share_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_directory_of_an_archive_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(restricted_pickle, "DIRECTORY_BYTES_MAX", 5000)
+    monkeypatch.setattr(torch_archive, "DIRECTORY_BYTES_MAX", 5000)
     path = file_of(tmp_path / "file.pt", pickle.dumps(3, 2))
     assert load(path) == 3
     file_of(tmp_path / "file.pt", pickle.dumps(3, 2), **{f"data/{number}": b"" for number in range(200)})
