@@ -163,16 +163,14 @@ import os, sys, time
 import torch
 sys.path.insert(0, {root!r})
 from tests.support.plain_engine import Engine
-import zckpt, zckpt.transfer.write, zckpt.checkpoint.writing.prepare
+from tests.support.faults import BROKEN, Fault, faulty
+import zckpt, zckpt.checkpoint.writing.prepare
 zckpt.checkpoint.writing.prepare.readable = lambda engine: engine
-put = zckpt.transfer.write._put
-def slow(*args):
+def slow(operation, file):
     time.sleep(1)
-    if {fails!r}:
-        raise OSError(5, "Input/output error")
-    put(*args)
-zckpt.transfer.write._put = slow
-zckpt.write(Engine(), {path!r}, background=True)
+    return BROKEN(operation, file) if {fails!r} else operation()
+with faulty(Fault(slow, names=("write",))):
+    zckpt.write(Engine(), {path!r}, background=True)
 print("main thread done", flush=True)
 """
 
@@ -193,23 +191,21 @@ def test_a_process_waits_for_the_write_before_it_ends_and_shows_an_error(tmp_pat
 AT_THE_END = """
 import os, signal, sys, threading
 import torch.distributed as dist
-import zckpt, zckpt.transfer.write
+import zckpt
+from tests.support.faults import Fault, faulty
 from zckpt.testing import ReferenceEngine
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # A shell may have started pytest in the background.
 if os.environ["WORLD_SIZE"] != "1":
     dist.init_process_group("gloo")
-engine, put, first = ReferenceEngine(), zckpt.transfer.write._put, threading.Event()
 
-def slow(*arguments):
-    if first.is_set() or {stuck}:
-        print("writing", flush=True)
-        threading.Event().wait({seconds})
-    first.set()
-    put(*arguments)
+def slow(operation, file):
+    print("writing", flush=True)
+    threading.Event().wait({seconds})
+    return operation()
 
-zckpt.transfer.write._put = slow
-zckpt.write(engine, sys.argv[1], background=True, budget=zckpt.Budget(threads=1))
+with faulty(Fault(slow, at=0 if {stuck} else 1, names=("write",), lasting=True)):
+    zckpt.write(ReferenceEngine(), sys.argv[1], background=True, budget=zckpt.Budget(threads=1))
 """
 
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import os
 import re
+import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import pytest
 
 import zckpt
+from tests.support.faults import Fault, faulty
 from tests.support.litter import directory_names
 from tests.support.models import make_engine, train
 from tests.support.plain_engine import Engine
@@ -22,7 +25,7 @@ from zckpt.checkpoint.writing.rank_write import RankWrite
 from zckpt.format import names
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from collections.abc import Callable
 
     import torch
 
@@ -201,14 +204,22 @@ def test_wrong_options_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         zckpt.attach(Attachable())
 
 
+def late(operation: Callable[[], Any], file: str) -> Any:
+    time.sleep(0.2)
+    return operation()
+
+
 def background_by_environment(run: str) -> list[bool]:
+    """Returns for each save whether it has returned before its checkpoint was there."""
     in_background = []
-    for value, background_option in (("1", None), ("1", False), ("0", None), ("0", True)):
+    for tag, (value, background_option) in enumerate((("1", None), ("1", False), ("0", None), ("0", True))):
         os.environ["ZCKPT_BACKGROUND"] = value
         engine = zckpt.attach(make_engine(), background=background_option)
-        engine.save_checkpoint(run)
-        in_background.append(bool(background._pending))
+        with faulty(Fault(late, names=("write",))):
+            engine.save_checkpoint(run, str(tag))
+        in_background.append(not Path(run, str(tag), "manifest.msgpack").exists())
         zckpt.wait()
+        assert zckpt.open(Path(run, str(tag)))
     return in_background
 
 

@@ -152,11 +152,11 @@ def test_a_cache_can_be_removed_at_any_time(stored: Stored, tmp_path: Path) -> N
 def test_a_process_that_stands_still_does_not_stop_others(
     stored: Stored, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cache_module, "_LOCK_SECONDS", 0.01)
+    monkeypatch.setattr(cache_module, "LOCK_SECONDS", 0.01)
     cache = tmp_path / "cache"
     cache.mkdir()
     with ExitStack() as held:
-        for number in range(cache_module._LOCKS):
+        for number in range(cache_module.LOCKS):
             held.enter_context(FileLock(cache / f"{number}.lock"))
         tensors = zckpt.open(stored.url, cache=cache).load()
     assert same_all(tensors, zckpt.open(stored.written.path).load())

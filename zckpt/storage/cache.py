@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 CACHE_BLOCK_BYTES = 4 << 20
 """The size in bytes of a block. The last block of a file may be shorter."""
-_LOCK_SECONDS = 10
+LOCK_SECONDS = 10
 """How long a process waits for another one that reads the same block, in seconds. Then it reads the block itself."""
-_LOCKS = 64
+LOCKS = 64
 """How many blocks are read from stores at a time, at most, by all processes that share a directory."""
 _DIGEST_BYTES = 16
 """The size in bytes of the digest at the end of the file of each block."""
@@ -67,8 +67,8 @@ class BlockCache:
         written, or another process holds the lock for long, several processes may do so."""
         from filelock import FileLock  # Most processes have no cache.
 
-        number = xxhash.xxh3_64_intdigest(os.fsencode(block)) % _LOCKS
-        lock = FileLock(self._directory / f"{number}.lock", timeout=_LOCK_SECONDS, poll_interval=0.005)
+        number = xxhash.xxh3_64_intdigest(os.fsencode(block)) % LOCKS
+        lock = FileLock(self._directory / f"{number}.lock", timeout=LOCK_SECONDS, poll_interval=0.005)
         try:
             lock.acquire()
         except OSError as error:  # also that of the time limit
