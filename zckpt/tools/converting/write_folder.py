@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING, Protocol
 
 from zckpt.plan.share import batches, shared_out
 from zckpt.progress import reported
-from zckpt.storage.space import Space
 from zckpt.tools.converting.source import values_of
 from zckpt.tools.exporting.checkpoint_source import CheckpointFiller
-from zckpt.tools.exporting.place import Place
+from zckpt.tools.exporting.place import Place, write_in_place
 from zckpt.tools.exporting.write import WINDOW_BYTES_MAX, write_files
 
 if TYPE_CHECKING:
@@ -66,8 +65,8 @@ def write_folder(
             return filler, [(file.name, file.nbytes, filler.nbytes([file])) for file in plan.files()], plan.missing()
 
     filler, sizes, missing = ranks.together(measure, "plan the folder")
-    file_bytes = [nbytes for _, nbytes, _ in sizes]
-    own_files = {number for number, owner in enumerate(shared_out(file_bytes, ranks.size)) if owner == ranks.rank}
+    owners = shared_out([nbytes for _, nbytes, _ in sizes], ranks.size)
+    own_files = {number for number, owner in enumerate(owners) if owner == ranks.rank}
 
     def write() -> None:
         with reported(progress, "convert", sum(sizes[number][2] for number in own_files)) as filler.advance:
@@ -78,15 +77,8 @@ def write_folder(
                 for directory in {file.name.rpartition("/")[0] for file in files} - {""}:
                     place.store.sync_names(directory)
 
-    try:
-        ranks.first(lambda: place.begin(name for name, _, _ in sizes), "prepare the place")
-        ranks.together(lambda: place.check_seen(ranks.job_rank), "look at the place")
-        space = ranks.first(lambda: Space.of(place.store, sum(file_bytes)), "look for space")
-        ranks.together(lambda: Space(*space).refuse_lack(), "look for space")
-        ranks.together(write, "convert")
-        ranks.first(lambda: finish(place), "put the folder in place")
-    except BaseException:
-        if ranks.rank == 0:
-            place.remove()
-        raise
+    write_in_place(
+        place, ranks, {name: nbytes for name, nbytes, _ in sizes}, lambda: ranks.together(write, "convert"),
+        lambda: finish(place),
+    )  # fmt: skip
     return missing

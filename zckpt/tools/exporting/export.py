@@ -15,14 +15,13 @@ from zckpt.plan.share import shared_out
 from zckpt.progress import reported
 from zckpt.ranks.collectives import Ranks
 from zckpt.storage.location import Location
-from zckpt.storage.space import Space
 from zckpt.tools.exporting.adapter import ADAPTER_FILES, CONFIG, Adapter, plan_adapter, read_config, refuse_adapters
 from zckpt.tools.exporting.checkpoint_source import CheckpointSource
 from zckpt.tools.exporting.engine_source import EngineSource
 from zckpt.tools.exporting.hugging_face import FILES, plan_hugging_face
 from zckpt.tools.exporting.live import write_from_ranks
 from zckpt.tools.exporting.merge import Merge, with_merges, without_adapters
-from zckpt.tools.exporting.place import TORCH_FILE, Place
+from zckpt.tools.exporting.place import TORCH_FILE, Place, write_in_place
 from zckpt.tools.exporting.plan import size_in_bytes
 from zckpt.tools.exporting.selection import everything, with_prefix
 from zckpt.tools.exporting.torch_file import plan_torch_file
@@ -159,24 +158,16 @@ def export(
         ranks.agree([place.path, *([file.name, file.nbytes] for file in plan.files)], "exports")
         sizes = {file.name: file.nbytes for file in plan.files}
         sizes |= {name: len(data) for name, data in plan.small_files.items()}
-        try:
-            ranks.first(lambda: place.begin(sizes), "prepare the place")
-            ranks.together(lambda: place.check_seen(ranks.job_rank), "look at the place")
-            store, files = place.store, plan.files
-            if not options.directory:
-                files = (replace(files[0], name=place.name),)
-            space = ranks.first(lambda: Space.of(store, sum(sizes.values())), "look for space")
-            ranks.together(lambda: Space(*space).refuse_lack(), "look for space")
+
+        def write() -> None:
+            files = plan.files if options.directory else (replace(plan.files[0], name=place.name),)
             if isinstance(tensors, EngineSource):
-                write_from_ranks(store, files, plan.sources, tensors, ranks, progress)
+                write_from_ranks(place.store, files, plan.sources, tensors, ranks, progress)
             else:
-                ranks.together(lambda: _write(store, files, plan, tensors, ranks, progress), "write")
+                ranks.together(lambda: _write(place.store, files, plan, tensors, ranks, progress), "write")
             ranks.first(lambda: place.put_small(plan.small_files), "write")
-            ranks.first(place.finish, "put the export in place")
-        except BaseException:
-            if ranks.rank == 0:
-                place.remove()
-            raise
+
+        write_in_place(place, ranks, sizes, write, place.finish)
     return Exported(place.path, tuple(sorted(sizes)), sum(sizes.values()), plan.left_out)
 
 

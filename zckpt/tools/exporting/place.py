@@ -23,10 +23,12 @@ from zckpt.storage.location import Location
 from zckpt.storage.lock import WriteLock
 from zckpt.storage.process_names import own_temporary, remove_left_over
 from zckpt.storage.schemes import open_store
+from zckpt.storage.space import Space
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+    from zckpt.ranks.collectives import Ranks
     from zckpt.storage.contract import Store
     from zckpt.storage.location import StrPath
 
@@ -255,6 +257,24 @@ class PlaceInStore(Place):
             left = [name for name in self.made if self.store.entry(name) is not None]
             if left:
                 warn(f"{first_few(left, 5)} of what has failed could not be removed from {self.store.location}")
+
+
+def write_in_place(
+    place: Place, ranks: Ranks, sizes: Mapping[str, int], write: Callable[[], object], finish: Callable[[], None]
+) -> None:
+    """Writes files with these names and ``sizes`` to ``place``. All ranks have to call this. ``write`` writes them, by
+    steps of all ranks, and ``finish`` puts them in place, on rank 0. After an error, nothing of them remains."""
+    try:
+        ranks.first(lambda: place.begin(sizes), "prepare the place")
+        ranks.together(lambda: place.check_seen(ranks.job_rank), "look at the place")
+        space = ranks.first(lambda: Space.of(place.store, sum(sizes.values())), "look for space")
+        ranks.together(lambda: Space(*space).refuse_lack(), "look for space")
+        write()
+        ranks.first(finish, f"put the {place.what} in place")
+    except BaseException:
+        if ranks.rank == 0:
+            place.remove()
+        raise
 
 
 def _has_code(directory: str) -> bool:
