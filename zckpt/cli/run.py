@@ -23,6 +23,16 @@ EXAMPLES = """
   torchrun --nproc-per-node 8 -m zckpt run --require-engine -m trainer.main
 """
 
+_NUMBERS = (
+    ("--full-every", "N", "save the whole state at every N-th save, and leave out the optimizer state at the others"),
+    ("--keep-last", "N", "keep only the N checkpoints that were written last, as `zckpt prune` does; default: all"),
+    ("--keep-every", "STEPS", "with --keep-last, also keep checkpoints whose step is a multiple of this number"),
+    ("--copy-keep-last", "N", "keep only the N copies that were made last, as `zckpt prune` does; default: all"),
+    ("--copy-keep-every", "STEPS", "with --copy-keep-last, also keep copies whose step is a multiple of this number"),
+    ("--ranks-per-file", "N", "have N ranks of a host write to one data file, if files are a burden; default: 1"),
+)
+"""The options whose values are numbers of 1 or more: the name, what stands for the number, and the help."""
+
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-m", dest="module", action="store_true", help="run a module; SCRIPT is its name")
@@ -36,51 +46,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="write checkpoints while the training goes on, as with the environment variable ZCKPT_BACKGROUND=1",
     )
-    parser.add_argument(
-        "--full-every",
-        type=at_least_1,
-        metavar="N",
-        help="save the whole state at every N-th save, and leave out the optimizer state at the others",
-    )
-    parser.add_argument(
-        "--keep-last",
-        type=at_least_1,
-        metavar="N",
-        help="keep only the N checkpoints that were written last, as `zckpt prune` does; without it, all are kept",
-    )
-    parser.add_argument(
-        "--keep-every",
-        type=at_least_1,
-        metavar="STEPS",
-        help="with --keep-last, also keep checkpoints whose step is a multiple of this number",
-    )
+    for option, metavar, says in _NUMBERS:
+        parser.add_argument(option, type=at_least_1, metavar=metavar, help=says)
     parser.add_argument(
         "--no-reuse", action="store_true", help="write all files anew, and share none with an earlier checkpoint"
-    )
-    parser.add_argument(
-        "--ranks-per-file",
-        type=at_least_1,
-        default=1,
-        metavar="N",
-        help="have N ranks of a host write to one data file, if there are thousands of ranks and files are a burden",
     )
     parser.add_argument(
         "--copy-to",
         metavar="RUN",
         help="copy each checkpoint to this directory while the training goes on, such as s3://bucket/run, and resume "
         "from it too",
-    )
-    parser.add_argument(
-        "--copy-keep-last",
-        type=at_least_1,
-        metavar="N",
-        help="keep only the N copies that were made last, as `zckpt prune` does; without it, all are kept",
-    )
-    parser.add_argument(
-        "--copy-keep-every",
-        type=at_least_1,
-        metavar="STEPS",
-        help="with --copy-keep-last, also keep copies whose step is a multiple of this number",
     )
     parser.add_argument(
         "--require-engine",
@@ -124,7 +99,7 @@ def run(arguments: argparse.Namespace) -> int:
             reuse=None if arguments.no_reuse else "latest", replace_deepspeed=arguments.replace_deepspeed,
             copy_to=arguments.copy_to, copy_keep_last=arguments.copy_keep_last,
             copy_keep_every=arguments.copy_keep_every, settings=arguments.settings,
-            ranks_per_file=arguments.ranks_per_file, on_attach=on_attach,
+            ranks_per_file=arguments.ranks_per_file or 1, on_attach=on_attach,
         )  # fmt: skip
     except ValueError as error:  # options, or variables of the environment, that do not go together
         _print(str(error))

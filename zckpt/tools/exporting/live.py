@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 import torch
 
+from zckpt.geometry import joined
 from zckpt.plan.reshard import Wanted
 from zckpt.plan.share import shared_out
 from zckpt.progress import reported
@@ -197,13 +198,7 @@ class _RankExport:
         self._new_files: dict[int, NewFile] = {}
         self._places: dict[Conversion, list[tuple[NewFile, int, str]]] = {}
         """The tensors of this rank that each conversion makes: the file, the offset in it, and the name."""
-        self._arriving = [
-            _joined(
-                [(offset, offset + len(known)) for offset, known in file.known.items()]
-                + [(offset, offset + each.nbytes) for offset, each in file.tensors.items() if each.extents is not None]
-            )
-            for file in files
-        ]
+        self._arriving = [_arriving(file) for file in files]
         """For each file, the ranges of bytes ``[start, stop)`` that no conversion makes, in ascending order."""
         self._sent, self._received = _buffer(0), _buffer(0)
         """The bytes of the messages of a round, from one rank after the other. They grow when a round needs more."""
@@ -379,14 +374,12 @@ def _buffer(nbytes: int) -> torch.Tensor:
     return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
 
-def _joined(parts: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Returns these ranges of bytes in ascending order, with adjacent ranges joined."""
-    joined: list[tuple[int, int]] = []
-    for part in sorted(parts):
-        if joined and joined[-1][1] == part[0]:
-            part = joined.pop()[0], part[1]
-        joined.append(part)
-    return joined
+def _arriving(file: OutputFile) -> list[tuple[int, int]]:
+    """Returns the ranges of bytes of a file that no conversion makes, in ascending order, with adjacent ones joined."""
+    parts = [(offset, offset + len(known)) for offset, known in file.known.items()]
+    parts += [(offset, offset + each.nbytes) for offset, each in file.tensors.items() if each.extents is not None]
+    start, stop = joined(*np.array(sorted(parts), np.int64).reshape(-1, 2).T)
+    return list(zip(start.tolist(), stop.tolist(), strict=True))
 
 
 def _padded(nbytes: Sizes) -> Sizes:
