@@ -12,7 +12,6 @@ import torch
 
 from zckpt.checkpoint.writing.collect import fingerprint
 from zckpt.engines import optimizer
-from zckpt.engines.deepspeed import scaler
 from zckpt.engines.deepspeed.setup import DTYPES, Setup, parallelism
 from zckpt.engines.flats import cut_alone, moments
 from zckpt.engines.tensors import dtype_name, plain_name
@@ -30,6 +29,7 @@ from zckpt.tools.converting.deepspeed_experts import Experts
 from zckpt.tools.converting.deepspeed_folder import Coordinates, DeepSpeedFolder, of_type
 from zckpt.tools.converting.deepspeed_layers import PipelineLayers
 from zckpt.tools.converting.deepspeed_model_states import ModelStates
+from zckpt.tools.converting.deepspeed_run import Run
 from zckpt.tools.converting.source import RankPart, Source, file_states, values_of
 from zckpt.tools.converting.stacked import Stacked
 from zckpt.transfer.stored import in_order, values_digest
@@ -48,8 +48,6 @@ _OPTIMIZER = "the class of the optimizer: zckpt.restore does not check it"
 _SCALER = "the values of the loss scaler that DeepSpeed does not save: zckpt.restore leaves those of the engine"
 _HIDDEN = "the hidden state of DeepSpeed's Adam for the CPU: zckpt.restore computes it from the number of steps"
 _BUFFERS = "the buffers of all ranks but the first, if their values differ"
-_STAGES = ("disabled", "optimizer_states", "gradients", "weights")
-"""The names of the ZeRO stages in DeepSpeed's ``ZeroStageEnum``, in the order of their numbers."""
 
 
 def read_deepspeed(path: str) -> Source:
@@ -67,16 +65,14 @@ class _Reader:
         self._folder = folder
         self._files = file_states(folder.path)
         first = Coordinates(0, 0)
-        self._model = folder.model(first)
-        """The model states of rank 0. Below stage 3 they are those of all ranks of data parallelism."""
+        self._run = Run(folder)
+        self._model = self._run.model
         self._file = folder.model_path(first)
         """The path of the file with these model states."""
         with values_of(self._file):
-            self._refuse_unsupported()
+            self._run.refuse_unsupported()
             data_ranks, model_ranks = ranks_of(self._model)
         folder.check_ranks(data_ranks, model_ranks, sum(file.nbytes for file in self._files.values()))
-        config = self._model.get("ds_config")
-        self._config: Mapping[str, Any] = config if isinstance(config, dict) else {}
         self._experts = self._read_experts() if "num_experts" in self._model else None
         with values_of(self._file):
             self._ranks = RunRanks(self._model, self._experts)
@@ -89,7 +85,7 @@ class _Reader:
             with values_of(folder.model_path(coordinates)):
                 shapes.append(self._states(coordinates).shapes)
         with values_of(self._file):
-            self._division = Division(self._ranks, cuts, self._experts, self._stage, shapes)
+            self._division = Division(self._ranks, cuts, self._experts, self._run.stage, shapes)
 
     def _of_model_ranks(self) -> list[Coordinates]:
         """Returns the coordinates of the first rank of each rank of model parallelism."""
@@ -104,9 +100,9 @@ class _Reader:
         folder = self._folder
         with values_of(self._file):
             data_ranks, model_ranks = ranks_of(self._model)
-            saved = self._zero or (self._universal if folder.universal else self._model.get("optimizer"))
+            saved = self._run.zero or (self._run.universal if folder.universal else self._model.get("optimizer"))
             stage_ranks = data_ranks * model_ranks // stages_of(self._model)
-            experts = Experts(folder, self._model, self._groups(saved or {}), stage_ranks)
+            experts = Experts(folder, self._model, self._run.groups(saved or {}), stage_ranks)
         for coordinates in self._of_model_ranks():
             with values_of(folder.model_path(coordinates)):
                 experts.add(coordinates.model_rank, self._saved_model(coordinates))
@@ -217,7 +213,7 @@ class _Reader:
     def _source(self, first: RankPart) -> Source:
         folder, model = self._folder, self._model
         setup = self._setup()
-        state: dict[str, Any] = {"counters": self._counters(), "deepspeed": setup.tree()}
+        state: dict[str, Any] = {"counters": self._run.counters(), "deepspeed": setup.tree()}
         aliases, extra, others, lost = self._of_modules()
         if extra:
             state[EXTRA_STATE] = extra
@@ -225,7 +221,7 @@ class _Reader:
         optimizer_class = None
         if first.optimizer:
             optimizer_class = first.optimizer["class"]
-            scheduler, saved = self._scheduler(), self._scaler()
+            scheduler, saved = self._run.scheduler(), self._run.scaler_tree(self._first.weights)
             state |= {"optimizer": first.optimizer, "scaler": saved, "scheduler": scheduler}
             missing += [_OPTIMIZER] if optimizer_class is None else []
             missing += [_HIDDEN] if optimizer_class is None or optimizer_class in optimizer.DEEPSPEED_CLASSES else []
@@ -295,9 +291,9 @@ class _Reader:
     def _saved_optimizer(self, coordinates: Coordinates) -> Mapping[str, Any] | None:
         """Returns what was saved of the optimizer of a rank, or None if there is no optimizer."""
         if self._folder.universal:
-            return self._universal
+            return self._run.universal
         if self._folder.has_optimizer_files:
-            return self._zero if coordinates == Coordinates(0, 0) else self._folder.zero(coordinates)
+            return self._run.zero if coordinates == Coordinates(0, 0) else self._folder.zero(coordinates)
         if self._experts is not None:
             return self._folder.expert_optimizer(self._ranks.expert_rank(coordinates), coordinates.model_rank)
         saved = self._states(coordinates).saved
@@ -311,8 +307,8 @@ class _Reader:
         saved = self._saved_optimizer(coordinates)
         if saved is None:
             return [], {}, []
-        flat_values, groups = list(self._flats(saved, coordinates)), self._groups(saved)
-        optimizer_class, inner_class = self._optimizer_class(groups)
+        flat_values, groups = list(self._flats(saved, coordinates)), self._run.groups(saved)
+        optimizer_class, inner_class = self._run.optimizer_class(groups)
         live: Any = type(optimizer_class or "unknown", (), {})()
         live.param_groups, live.state = groups, {values.flat.master: values.state for values in flat_values}
         if inner_class is not None:
@@ -331,13 +327,13 @@ class _Reader:
             whole_tensors = division.whole_tensors(coordinates, states.shapes)
             own_name = str if self._experts is None else self._experts.own_name
             yield from deepspeed_values.universal(
-                folder, self._groups(saved), states.flat_shapes, whole_tensors, own_name, step
+                folder, self._run.groups(saved), states.flat_shapes, whole_tensors, own_name, step
             )
-        elif self._stage == 3:
+        elif self._run.stage == 3:
             rank = self._ranks.rank(coordinates) if division.tells_order else None
             yield from deepspeed_values.stage_3(saved, states.flat_shapes, local_tensors, folder, rank)
-        elif self._stage:
-            offload = self._offloads("optimizer")
+        elif self._run.stage:
+            offload = self._run.offloads("optimizer")
             yield from deepspeed_values.stages_1_and_2(saved, states.flat_shapes, local_tensors, offload=offload)
         else:
             names_of_groups = self._names_at_stage_0(self._ranks.alike(coordinates))
@@ -355,7 +351,7 @@ class _Reader:
         parts = {MASTER: None}
         for values in flat_values:
             parts |= dict.fromkeys([*values.flat.files, *moments(values.flat, values.state)])
-        tier = Tier.HOST if self._offloads("optimizer") else Tier.DEVICE
+        tier = Tier.HOST if self._run.offloads("optimizer") else Tier.DEVICE
         for part in parts:
             for values in flat_values:
                 data = values.data(part)
@@ -373,7 +369,7 @@ class _Reader:
     ) -> Iterator[tuple[Fragment, LocalTensor]]:
         """Yields this rank's elements of the weights that have no master weights, and the local tensors that they
         belong to. ``trained``: the names of the parameters that have master weights."""
-        tier = Tier.HOST if self._offloads("param") else Tier.DEVICE
+        tier = Tier.HOST if self._run.offloads("param") else Tier.DEVICE
         partitioned = self._folder.partitions_weights
         for name, data in (states.frozen_fragments if partitioned else states.weights).items():
             local = local_tensors[name]
@@ -405,158 +401,38 @@ class _Reader:
                 if data.numel() or rank == 0:
                     yield Fragment(BUFFER, name, dtype, all_of(buffer.shape), copy=rank, data=data)
 
-    def _counters(self) -> dict[str, int]:
-        keys = ("global_steps", "global_samples", "skipped_steps")
-        return {**{key: of_type(self._model, key, int) for key in keys}, "micro_steps": 0}
-
     def _setup(self) -> Setup:
         """Returns what ``setup_of`` returns for a live engine. It is made from the configuration that was saved."""
-        config, model = self._config, self._model
+        config, model = self._run.config, self._model
         zero = config.get("zero_optimization")
         zero = zero if isinstance(zero, dict) else {}
         dtypes = {name: torch_name(weight.dtype) for name, weight in self._first.weights.items()}
         dtype = next((name for name in dtypes.values() if name in DTYPES.values()), "float32")
         accumulated = (config.get("data_types") or {}).get("grad_accum_dtype")
         saved = model.get("optimizer")
-        unwrapped = isinstance(saved, dict) and "optimizer_state_dict" not in saved and self._stage == 0
+        unwrapped = isinstance(saved, dict) and "optimizer_state_dict" not in saved and self._run.stage == 0
         # In bf16, the optimizer of a pipeline without ZeRO is partitioned as at stage 1.
-        stage = 0 if self._layers is not None and model.get("param_shapes") is None else self._stage
+        stage = 0 if self._layers is not None and model.get("param_shapes") is None else self._run.stage
         return Setup(
             stage=stage, dtype=dtype, grad_accum_dtype=DTYPES.get(str(accumulated), dtype),
             gradient_clipping=float(config.get("gradient_clipping", 1.0)),  # 1.0 is DeepSpeed's own default.
             sub_group_size=int(zero.get("sub_group_size", 1_000_000_000)),
             round_robin_gradients=bool(zero.get("round_robin_gradients", False)),
             parameter_alignment=bool(zero.get("parameter_alignment", False)),
-            cpu_offload=self._offloads("optimizer") and zero["offload_optimizer"]["device"] == "cpu",
+            cpu_offload=self._run.offloads("optimizer") and zero["offload_optimizer"]["device"] == "cpu",
             other_dtypes={name: other for name, other in dtypes.items() if other != dtype},
             groups=self._names_at_stage_0(Coordinates(0, 0)) if saved and unwrapped else None,
             divided=self._ranks.names_differ or (self._experts is not None and self._experts.by_autoep),
             own_names={} if self._experts is None else self._experts.own_names,
         )  # fmt: skip
 
-    def _scheduler(self) -> dict[str, Any] | None:
-        """Returns the tree of the scheduler, as it is in the state of an engine, or None if there is no scheduler."""
-        saved = self._model.get("lr_scheduler")
-        settings = self._config.get("scheduler")
-        scheduler_class = settings.get("type") if isinstance(settings, dict) else None
-        return None if saved is None else {"class": scheduler_class, "state": saved}
-
-    def _scaler(self) -> dict[str, Any] | None:
-        """Returns what ``scaler.capture`` returns for a live loss scaler."""
-        if not any(weight.dtype == torch.float16 for weight in self._first.weights.values()):
-            return None
-        if self._zero is None and not self._folder.universal:
-            saved = of_type(self._model, "optimizer", dict)
-            plain_values = {
-                key: value for key, value in saved.items() if isinstance(value, scaler.PLAIN) and key != "clip_grad"
-            }
-            dynamic = "dynamic" if plain_values.get("dynamic_loss_scale") else "static"
-            return {"class": f"LossScaleConfig({dynamic})", "values": plain_values, "wrapper": {}}
-        saved = self._universal if self._folder.universal else self._zero or {}
-        saved_scaler = saved.get("loss_scaler")
-        attributes = vars(saved_scaler) if saved_scaler else {}
-        values = {key: value for key, value in attributes.items() if isinstance(value, scaler.PLAIN)}
-        wrapper = {"overflow": bool(saved.get("overflow"))}
-        return {"class": type(saved_scaler).__name__, "values": values, "wrapper": wrapper}
-
     @cached_property
     def _not_saved(self) -> set[str]:
         """The names of the frozen weights whose values are not in the files."""
         return self._first.not_saved(self._ranks.data_ranks)
-
-    @cached_property
-    def _zero(self) -> Mapping[str, Any] | None:
-        """The content of the file of optimizer states of rank 0, or None if there are no such files."""
-        return self._folder.zero(Coordinates(0, 0)) if self._folder.has_optimizer_files else None
-
-    @cached_property
-    def _universal(self) -> Mapping[str, Any]:
-        """The state of the optimizer that a Universal Checkpoint has in one file for all parameters."""
-        state = self._folder.universal_file("optimizer_state.pt")
-        if not isinstance(state, dict):
-            raise FormatError(
-                "its file zero/optimizer_state.pt is missing, or is not one of DeepSpeed's", file=self._folder.path,
-                hint="run DeepSpeed's ds_to_universal.py again, or convert the checkpoint that it was made from",
-            )  # fmt: skip
-        return state
-
-    @cached_property
-    def _stage(self) -> int:
-        """The ZeRO stage of the run that saved the folder."""
-        if self._folder.partitions_weights:
-            return 3
-        if self._folder.universal:
-            return _stage_number(self._universal.get("zero_stage"))
-        if self._zero is None:
-            return 0
-        return _stage_number(self._zero.get("zero_stage"))
-
-    def _groups(self, saved: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Returns the param groups of the optimizer. ``saved``: what was saved of the optimizer of a rank."""
-        if self._folder.universal:
-            inner: Any = saved
-        elif self._stage == 0:
-            inner = saved.get("optimizer_state_dict", saved)
-        else:
-            inner = saved.get("optimizer_state_dict" if self._stage == 3 else "base_optimizer_state")
-        return list(of_type(inner, "param_groups", list))
-
-    def _optimizer_class(self, groups: list[dict[str, Any]]) -> tuple[str | None, str | None]:
-        """Returns the class of the optimizer, which DeepSpeed chooses by its configuration, and the class of the
-        optimizer inside Muon. The first one is None if it is not known, as for an optimizer that the training script
-        has made itself. The second one is None if there is no optimizer inside."""
-        settings = self._config.get("optimizer")
-        if not isinstance(settings, dict) or not isinstance(settings.get("type"), str):
-            return None, None
-        options = settings.get("params") or {}
-        on_cpu, configured = self._offloads("optimizer"), settings["type"].lower()
-        adam = "DeepSpeedCPUAdam" if on_cpu else "FusedAdam"
-        if configured in ("adam", "adamw"):
-            if options.get("torch_adam"):
-                return ("AdamW" if configured == "adamw" or options.get("adam_w_mode", True) else "Adam"), None
-            return (adam if all("bias_correction" in group for group in groups) else None), None
-        if configured == "muon":
-            return "MuonWithAuxAdam", adam if any(not group.get("use_muon") for group in groups) else None
-        classes = {
-            "adagrad": "DeepSpeedCPUAdagrad" if on_cpu else "Adagrad", "lamb": "FusedLamb",
-            "lion": "DeepSpeedCPULion" if on_cpu else "FusedLion",
-        }  # fmt: skip
-        return classes.get(configured, settings["type"]), None
-
-    def _offloads(self, what: str) -> bool:
-        """Returns whether the run had offloaded ``what``, which is "optimizer" or "param", to host memory or NVMe."""
-        zero = self._config.get("zero_optimization")
-        settings = zero.get(f"offload_{what}") if isinstance(zero, dict) else None
-        return isinstance(settings, dict) and settings.get("device") in ("cpu", "nvme")
-
-    def _refuse_unsupported(self) -> None:
-        """Raises UnsupportedError if the run used a feature of DeepSpeed that zckpt does not support."""
-        model = self._model
-        has_cut_experts = "num_experts" in model and ranks_of(model)[1] > stages_of(model)
-        without_zero = model.get("param_shapes") is None
-        features = [
-            "deepspeed.moe and tensor parallelism" if has_cut_experts and not model.get("ds_autoep_layers") else "",
-            "experts and tensor parallelism without ZeRO" if has_cut_experts and without_zero else "",
-            "random_ltd" if model.get("random_ltd") is not None else "",
-            "curriculum learning (data_sampler)" if model.get("data_sampler") is not None else "",
-        ]
-        if any(features):
-            raise UnsupportedError(
-                f"it was written by a run with {', '.join(filter(None, features))}, which zckpt does not support"
-            )
 
 
 def _elements(local: LocalTensor, fragment: Fragment) -> str:
     """Returns the name of the elements that a local tensor holds, for people. ``fragment``: a part of them."""
     whole = local.span.numel == local.span.grid.numel
     return fragment.key if whole else f"{fragment.key} from element {local.span.start} on"
-
-
-def _stage_number(value: Any) -> int:
-    """Returns the number of a ZeRO stage, which is that number or a member of DeepSpeed's ``ZeroStageEnum``, which has
-    been saved by its number or by its name. Returns 1 if ``value`` is something else, because only the
-    ``BF16_Optimizer``, whose stage is 1, does not save its stage."""
-    saved = next(iter(getattr(value, "args", ())), value)
-    if type(saved) is str and saved in _STAGES:
-        return _STAGES.index(saved)
-    return saved if type(saved) is int else 1
