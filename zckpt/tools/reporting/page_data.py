@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from zckpt.errors import FormatError
+from zckpt.tools.comparing.tensors import paired
 from zckpt.tools.comparing.trees import tree_differences
 
 if TYPE_CHECKING:
@@ -271,17 +272,13 @@ def _rank_bytes(checkpoint: Loader) -> dict[str, tuple[int, ...]]:
 def _change(
     before: Loader, after: Loader, tree_before: object, tree: object, values_by_key: ValuesByKey | None
 ) -> Change:
-    kinds_before, kinds_after = (
-        {key: (info.dtype_name, info.shape) for key, info in checkpoint.contents.items()}
-        for checkpoint in (before, after)
-    )
-    both = [key for key in kinds_after if key in kinds_before]
+    pairs, removed, added = paired(before.contents, after.contents, list(before.contents), list(after.contents))
     trees_are_known = tree_before is not None and tree is not None
     return Change(
         None if values_by_key is None else _compared(values_by_key),
-        tuple(key for key in kinds_after if key not in kinds_before),
-        tuple(key for key in kinds_before if key not in kinds_after),
-        tuple(key for key in both if kinds_before[key] != kinds_after[key]),
+        tuple(added),
+        tuple(removed),
+        tuple(pair.key for pair in pairs if not pair.is_comparable),
         tuple(tree_differences(tree_before, tree, "")) if trees_are_known else (),
     )
 
