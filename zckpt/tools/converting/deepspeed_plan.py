@@ -19,7 +19,6 @@ from zckpt.checkpoint.reading.extra_state import extra_state
 from zckpt.engines import optimizer
 from zckpt.engines.composed import class_of, is_decomposed
 from zckpt.engines.contract import without_left_out
-from zckpt.engines.deepspeed import scaler
 from zckpt.engines.deepspeed.setup import DTYPES, Setup
 from zckpt.engines.flats import cut_alone, partition_numel
 from zckpt.engines.trees import counters_of, subtree
@@ -30,6 +29,7 @@ from zckpt.geometry import all_of
 from zckpt.plan.inventory import BUFFER, MASTER, PARAM
 from zckpt.tools.converting.deepspeed_flats import flats, natural_order, offsets_of, round_robin
 from zckpt.tools.converting.deepspeed_folder import STOCK
+from zckpt.tools.converting.deepspeed_scaler import SavedScaler
 from zckpt.tools.exporting.plan import Extent
 from zckpt.tools.exporting.torch_file import Instance, Storage, View, torch_file
 
@@ -43,13 +43,6 @@ if TYPE_CHECKING:
 
 DEEPSPEED_VERSION = "0.19.8"
 """The version of DeepSpeed whose layout is written. The files name it as the version that wrote them."""
-SCALERS = "deepspeed.runtime.fp16.loss_scaler"
-"""The module of DeepSpeed that has the classes of ZeRO's loss scalers."""
-DYNAMIC_SCALER = {
-    "cur_iter": 0, "last_overflow_iter": -1, "scale_factor": 2.0, "scale_window": 1000, "min_scale": 1,
-    "delayed_shift": 2, "cur_hysteresis": 2, "consecutive_hysteresis": False, "raise_error_at_min_scale": True,
-}  # fmt: skip
-"""The attributes of ZeRO's dynamic loss scaler, with DeepSpeed's defaults. A scaler without ZeRO has some of them."""
 
 
 @dataclass(frozen=True)
@@ -172,8 +165,8 @@ class DeepSpeedFolderPlan:
         reserved = sorted(STOCK.intersection(map(str, self._client_state(0))))
         if reserved:
             phrases.append(f"the entries {', '.join(reserved)} of client_state: DeepSpeed uses these keys itself")
-        if self._assumed_of_scaler:
-            phrases.append(f"{', '.join(self._assumed_of_scaler)} of the loss scaler: they get DeepSpeed's defaults")
+        if setup.stage and self._scaler.assumed:
+            phrases.append(f"{', '.join(self._scaler.assumed)} of the loss scaler: they get DeepSpeed's defaults")
         return tuple(phrases)
 
     # Trees
@@ -225,7 +218,7 @@ class DeepSpeedFolderPlan:
         setup, flats = self.setup, self._flats(rank)
         masters = [self._storage(MASTER, flat) for flat in flats]
         inner = self._optimizer_state(flats, rank)
-        state: dict[str, Any] = {} if setup.bf16_optimizer else self._zero_scaler()
+        state: dict[str, Any] = {} if setup.bf16_optimizer else self._scaler.in_zero()
         if setup.stage == 3:
             state |= {
                 "zero_stage": 3,
@@ -264,9 +257,9 @@ class DeepSpeedFolderPlan:
         for flat in flats:
             masters[flat.group].append(View(self._storage(MASTER, flat), tuple(flat.master.shape)))
         if self._wrapping == "parameter":
-            return {**self._stage_0_scaler(), "optimizer_state_dict": inner, "fp32_groups": masters}
+            return {**self._scaler.at_stage_0(), "optimizer_state_dict": inner, "fp32_groups": masters}
         return {
-            **(self._stage_0_scaler() if self.setup.dtype == "float16" else {}),
+            **(self._scaler.at_stage_0() if self.setup.dtype == "float16" else {}),
             "optimizer_state_dict": inner,
             "fp32_groups_flat": [views[0] if views else View(Storage(torch.float32, 0), (0,)) for views in masters],
             "clip_grad": self.setup.gradient_clipping,
@@ -389,46 +382,6 @@ class DeepSpeedFolderPlan:
                 extents[parameter_range.offset] = Extent(key, parameter_range.span)
         return Storage(next(iter(dtypes), torch.float32), math.prod(shape), extents)
 
-    # The loss scaler
-
-    def _zero_scaler(self) -> dict[str, Any]:
-        """Returns what ZeRO's wrapper saves of the loss scale."""
-        values = self._scaler_values
-        name = "DynamicLossScaler" if values["dynamic"] else "LossScaler"
-        wrapper = (self._engine.get("scaler") or {}).get("wrapper", {})
-        return {
-            "loss_scaler": Instance(SCALERS, name, values),
-            "dynamic_loss_scale": values["dynamic"],
-            "overflow": bool(wrapper.get("overflow", False)),
-        }
-
-    def _stage_0_scaler(self) -> dict[str, Any]:
-        """Returns what a wrapper of stage 0 saves of the loss scale."""
-        values, saved = self._scaler_values, self._engine.get("scaler")
-        attributes = {"dynamic_loss_scale": values["dynamic"], "cur_scale": values["cur_scale"]}
-        attributes["cur_iter"] = 0 if saved is None else scaler.values_in_zero(saved).get("cur_iter", 0)
-        if values["dynamic"]:
-            attributes |= {key: values[key] for key in ("last_overflow_iter", "scale_factor", "scale_window")}
-        return attributes
-
-    @cached_property
-    def _scaler_values(self) -> dict[str, Any]:
-        """The attributes of ZeRO's loss scaler."""
-        saved = self._engine.get("scaler")
-        values = {} if saved is None else scaler.values_in_zero(saved)  # In bf16 and fp32 the loss is not scaled.
-        attributes = {"cur_scale": values.get("cur_scale", 1.0), "dynamic": bool(values.get("dynamic"))}
-        if attributes["dynamic"]:
-            attributes |= {name: values.get(name, default) for name, default in DYNAMIC_SCALER.items()}
-            attributes["dtype"] = torch.float16
-        return attributes
-
-    @property
-    def _assumed_of_scaler(self) -> list[str]:
-        """The attributes of ZeRO's loss scaler that the checkpoint does not have."""
-        if not self.setup.stage or not self._scaler_values["dynamic"]:
-            return []
-        return sorted(DYNAMIC_SCALER.keys() - scaler.values_in_zero(self._engine["scaler"]).keys())
-
     # What the checkpoint has
 
     @cached_property
@@ -436,6 +389,10 @@ class DeepSpeedFolderPlan:
         """The trees of the engine's state. The result is empty if the checkpoint has none."""
         engine = (self.checkpoint.state or {}).get("engine") if isinstance(self.checkpoint.state, dict) else None
         return engine if isinstance(engine, dict) else {}
+
+    @cached_property
+    def _scaler(self) -> SavedScaler:
+        return SavedScaler(self._engine.get("scaler"))
 
     @cached_property
     def _same_ranks(self) -> bool:

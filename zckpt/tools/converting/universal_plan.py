@@ -104,7 +104,7 @@ class UniversalPlan(DeepSpeedFolderPlan):
             or all(fingerprint({key: group.get(key)}) == fingerprint({key: value}) for group in groups)
         }
         return {
-            **self._zero_scaler(), "zero_stage": self.setup.stage, "clip_grad": self.setup.gradient_clipping,
+            **self._scaler.in_zero(), "zero_stage": self.setup.stage, "clip_grad": self.setup.gradient_clipping,
             "ds_version": DEEPSPEED_VERSION, "param_groups": groups,
             "optimizer_state_dict": {"state": {0: {"step": next(steps, 0)}}, "param_groups": [shared]},
         }  # fmt: skip
