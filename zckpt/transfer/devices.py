@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import threading
 from functools import cached_property
-from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
@@ -309,7 +308,7 @@ def _are_large(copies: Sequence[ToDevice] | Sequence[FromDevice]) -> bool:
 def runs_of(copies: Sequence[Copy]) -> Iterator[list[Copy]]:
     """Yields runs of copies of the same dtypes that are adjacent in the buffer, one after the other."""
     run: list[Copy] = []
-    for copy in sorted(copies, key=attrgetter("start")):
+    for copy in sorted(copies, key=lambda copy: copy.start):
         if run and (copy.start != run[-1].stop or copy.dtypes != run[-1].dtypes):
             yield run
             run = []
