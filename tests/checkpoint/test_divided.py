@@ -16,12 +16,12 @@ from zckpt import geometry
 from zckpt.checkpoint.open import open_loader
 from zckpt.checkpoint.reading import loader as reading
 from zckpt.checkpoint.reading.checkpoint import Checkpoint, loader_of
-from zckpt.checkpoint.validation.values import derived_weights
 from zckpt.geometry import Grid, all_of, row_count, slice_of
 from zckpt.plan import catalog
 from zckpt.testing.fragments import write_fragments
 from zckpt.tools.comparing.tensors import Pair, unequal
 from zckpt.tools.statistics import statistics, stretches
+from zckpt.tools.validating.values import derived_weights
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -21,7 +21,6 @@ from zckpt.checkpoint.listing.digest_tables import (
     read_tables,
 )
 from zckpt.checkpoint.listing.salvage import refused
-from zckpt.checkpoint.validation.check import ValidationShare, check_checkpoint
 from zckpt.errors import FormatError, RankError, StorageError
 from zckpt.format import manifest as manifest_format
 from zckpt.format import names
@@ -31,6 +30,7 @@ from zckpt.plan import catalog
 from zckpt.plan.inventory import MASTER, PARAM
 from zckpt.plan.lineage import Lineage, Use
 from zckpt.storage.buffers import PAGE_BYTES
+from zckpt.tools.validating.check import ValidationShare, check_checkpoint
 from zckpt.transfer.staging import host_pool
 from zckpt.transfer.tasks import run_tasks
 from zckpt.version import __version__
@@ -40,10 +40,10 @@ if TYPE_CHECKING:
 
     from zckpt.checkpoint.listing.rebuild import FoundFile
     from zckpt.checkpoint.listing.salvage import FoundSave
-    from zckpt.checkpoint.validation.report import Finding
     from zckpt.format.manifest import Manifest
     from zckpt.storage.buffers import Bytes
     from zckpt.storage.contract import Reader, Store
+    from zckpt.tools.validating.report import Finding
     from zckpt.transfer.budget import Budget
 
 
