@@ -16,7 +16,8 @@ from zckpt import geometry
 from zckpt.checkpoint.open import open_loader
 from zckpt.checkpoint.reading import loader as reading
 from zckpt.checkpoint.reading.checkpoint import Checkpoint, loader_of
-from zckpt.geometry import Grid, all_of, row_count, slice_of
+from zckpt.geometry import Grid, all_of, slice_of
+from zckpt.orders import row_count
 from zckpt.plan import catalog
 from zckpt.testing.fragments import write_fragments
 from zckpt.tools.comparing.tensors import Pair, unequal
