@@ -74,7 +74,7 @@ if TYPE_CHECKING:
     from zckpt.tools.comparing.diff import diff
     from zckpt.tools.comparing.report import Difference, StateDifference, TensorDifference
     from zckpt.tools.converting.convert import Converted, convert
-    from zckpt.tools.cp import cp
+    from zckpt.tools.copying.cp import cp
     from zckpt.tools.exporting.export import Exported, export
     from zckpt.tools.gc import gc
     from zckpt.tools.prune import prune
@@ -170,7 +170,7 @@ _LATE = {
     "checkpoint.background": ["PendingWrite", "wait"],
     "tools.exporting.export": ["Exported", "export"],
     "tools.converting.convert": ["Converted", "convert"],
-    "tools.cp": ["cp"],
+    "tools.copying.cp": ["cp"],
     "tools.comparing.diff": ["diff"],
     "tools.gc": ["gc"],
     "offloading.offload": ["Offloaded", "offload", "offloaded", "reload"],

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from zckpt.checkpoint.reading.loader import ReadRequest
-from zckpt.plan.share import batches
 from zckpt.tools.blocks import cut_at_blocks
+from zckpt.tools.share import batches
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
