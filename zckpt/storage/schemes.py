@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from importlib.metadata import entry_points
-from pkgutil import resolve_name
-from typing import TYPE_CHECKING
+from importlib.metadata import EntryPoint, entry_points
+from typing import TYPE_CHECKING, cast
 
 from zckpt.errors import UnsupportedError
 from zckpt.storage.local_store import LocalStore
@@ -15,22 +14,22 @@ if TYPE_CHECKING:
 
     from zckpt.storage.contract import Store
 
-_OBJECTS, _WEB = "zckpt.object_stores.store:ObjectStore", "zckpt.object_stores.store:WebStore"
-SCHEMES: dict[str, Callable[[Location], Store] | str] = {
+GROUP = "zckpt.stores"
+"""The group of entry points by which other packages add stores. The name of each entry point is a scheme."""
+_OBJECTS = EntryPoint("objects", "zckpt.object_stores.store:ObjectStore", GROUP)
+_WEB = EntryPoint("web", "zckpt.object_stores.store:WebStore", GROUP)
+SCHEMES: dict[str, Callable[[Location], Store] | EntryPoint] = {
     "": LocalStore, "s3": _OBJECTS, "gs": _OBJECTS, "az": _OBJECTS, "http": _WEB, "https": _WEB,
 }  # fmt: skip
 """The class, or another callable, that makes the store of a location, by the location's scheme. A new store adds one
-line here. A text names the module and the class, so that they are imported only when a store is made."""
-GROUP = "zckpt.stores"
-"""The group of entry points by which other packages add stores. The name of each entry point is a scheme."""
+line here. The class of an entry point is imported only when a store is made."""
 
 
 def open_store(path: StrPath | Location) -> Store:
     """Returns the store of a path or location. Does no I/O. Raises UnsupportedError if the scheme is unknown."""
     location = path if isinstance(path, Location) else Location.of(path)
     if location.scheme not in SCHEMES:
-        for store in entry_points(group=GROUP, name=location.scheme):
-            SCHEMES[location.scheme] = store.load()
+        SCHEMES.update((store.name, store) for store in entry_points(group=GROUP, name=location.scheme))
     if location.scheme not in SCHEMES:
         schemes = "".join(f", or {scheme}://..." for scheme in sorted(SCHEMES) if scheme)
         raise UnsupportedError(
@@ -38,4 +37,5 @@ def open_store(path: StrPath | Location) -> Store:
             hint=f"give a path of a file system, without a scheme{schemes}; a directory of this name is './{location}'",
         )  # fmt: skip
     make = SCHEMES[location.scheme]
-    return (resolve_name(make) if isinstance(make, str) else make)(location)
+    make = make.load() if isinstance(make, EntryPoint) else make
+    return cast("Store", make(location))
