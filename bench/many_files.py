@@ -2,7 +2,7 @@
 
     python bench/many_files.py DIRECTORY [--ranks N] [--kib N] [--runs N]
 
-The ranks are threads of this process (``zckpt.testing.thread_ranks``), and all else is the code of real ranks. Each of
+The ranks are threads of this process (``tests.support.thread_ranks``), and all else is the code of real ranks. Each of
 them has KIB of the masters and as much of two moments, and a tree of its own. The program prints the medians of: the
 seconds of the whole write, of its planning, of the data files and of the commit, the processor time of all ranks with
 the making of the engines, the number of files, and the seconds that it takes to remove them.
@@ -22,9 +22,9 @@ from unittest import mock
 import torch
 
 import zckpt
+from tests.support.thread_ranks import ONE_THREAD, ThreadRanks
 from zckpt.checkpoint.writing.rank_write import RankWrite
 from zckpt.testing import ReferenceEngine
-from zckpt.testing.thread_ranks import ONE_THREAD, ThreadRanks
 
 RANKS_PER_FILE = (1, 8, 64)
 

@@ -70,7 +70,7 @@ STEPS = {
         "offloading/", "transfer/memory",
     ),
     "agreement": ("ranks/", "plan/replicas", "plan/together"),
-    "layout": ("plan/data_files", "plan/writes", "geometry"),
+    "layout": ("plan/data_files", "plan/writes", "geometry", "orders"),
     "header": ("format/data_file", "format/names"),
     "trees": ("format/tree", "format/packed"),
     "index": ("plan/catalog", "format/index", "format/manifest", "format/fields"),

@@ -4,7 +4,7 @@
 
 There are three measurements, each in fresh processes:
 
-- Ranks that are threads of one process (``zckpt.testing.thread_ranks``) write a checkpoint of tiny tensors, open it and
+- Ranks that are threads of one process (``tests.support.thread_ranks``) write a checkpoint of tiny tensors, open it and
   restore it, bit for bit. Then a rank dies in the middle of a write. All of this is the code of real ranks; only gloo
   and the store of the job are replaced. Each figure is that of rank 0, of an inner rank of the tree and of a leaf.
 - 64 ranks that are processes and use gloo do the same. Their open descriptors and their memory are looked at.
@@ -44,6 +44,7 @@ import zckpt
 from common import MIB, PARTS, Options, Result, parse_options
 from index_scale import ONE_KEY, measure
 from sampler import field_bytes
+from tests.support.thread_ranks import ONE_THREAD, Outcome, ThreadRanks
 from zckpt.checkpoint import restore
 from zckpt.checkpoint.open import open_loader
 from zckpt.checkpoint.writing.prepare import Preparation
@@ -65,7 +66,6 @@ from zckpt.storage.local_writer import LocalWriter
 from zckpt.storage.lock import WriteLock
 from zckpt.system.linux import trim_heap
 from zckpt.testing import ReferenceEngine
-from zckpt.testing.thread_ranks import ONE_THREAD, Outcome, ThreadRanks
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -33,7 +33,7 @@ from sampler import metered
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from zckpt.checkpoint.validation.report import Level
+    from zckpt.tools.validating.report import Level
 
 LEVELS: tuple[Level, ...] = ("structure", "digests", "deep")
 BOUND_MIB = 256 + 64

@@ -61,8 +61,6 @@ if TYPE_CHECKING:
     from zckpt.checkpoint.register import register
     from zckpt.checkpoint.restore import RankStates, Restored, restore
     from zckpt.checkpoint.state_dict import write_state_dict
-    from zckpt.checkpoint.validate import validate
-    from zckpt.checkpoint.validation.report import Finding, Observation, Report
     from zckpt.checkpoint.write import write
     from zckpt.engines.pytorch.train_state import TrainState
     from zckpt.frameworks.attach import attach, attach_all, detach
@@ -76,12 +74,14 @@ if TYPE_CHECKING:
     from zckpt.tools.comparing.diff import diff
     from zckpt.tools.comparing.report import Difference, StateDifference, TensorDifference
     from zckpt.tools.converting.convert import Converted, convert
-    from zckpt.tools.cp import cp
+    from zckpt.tools.copying.cp import cp
     from zckpt.tools.exporting.export import Exported, export
     from zckpt.tools.gc import gc
     from zckpt.tools.prune import prune
     from zckpt.tools.repairing.repair import RepairReport, repair
     from zckpt.tools.reporting.write_report import report
+    from zckpt.tools.validating.report import Finding, Observation, Report
+    from zckpt.tools.validating.validate import validate
     from zckpt.tools.where import Placement, PlacementEntry, RankMemory, where
     from zckpt.transfer.budget import Budget
 
@@ -170,7 +170,7 @@ _LATE = {
     "checkpoint.background": ["PendingWrite", "wait"],
     "tools.exporting.export": ["Exported", "export"],
     "tools.converting.convert": ["Converted", "convert"],
-    "tools.cp": ["cp"],
+    "tools.copying.cp": ["cp"],
     "tools.comparing.diff": ["diff"],
     "tools.gc": ["gc"],
     "offloading.offload": ["Offloaded", "offload", "offloaded", "reload"],
@@ -182,7 +182,7 @@ _LATE = {
     "tools.reporting.write_report": ["report"],
     "checkpoint.restore": ["RankStates", "Restored", "restore"],
     "checkpoint.state_dict": ["write_state_dict"],
-    "checkpoint.validate": ["validate"],
+    "tools.validating.validate": ["validate"],
     "tools.where": ["Placement", "PlacementEntry", "RankMemory", "where"],
     "checkpoint.write": ["write"],
     "frameworks.zero_to_fp32": [
@@ -196,7 +196,7 @@ _LATE = {
     "checkpoint.listing.contents": ["PieceInfo", "TensorInfo"],
     "checkpoint.reading.checkpoint": ["Checkpoint"],
     "transfer.budget": ["Budget"],
-    "checkpoint.validation.report": ["Finding", "Observation", "Report"],
+    "tools.validating.report": ["Finding", "Observation", "Report"],
 }
 """The public names by module. These are the imports above for type checkers. Each module is imported when one of its
 names is first used, because most of these modules import torch, which takes longer than many commands."""

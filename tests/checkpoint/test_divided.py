@@ -12,16 +12,17 @@ import torch
 import zckpt
 from tests.support.independent_reader import Reader
 from tests.support.states import Written, fragment, same_all, write_state
-from zckpt import geometry
+from zckpt import orders
 from zckpt.checkpoint.open import open_loader
 from zckpt.checkpoint.reading import loader as reading
 from zckpt.checkpoint.reading.checkpoint import Checkpoint, loader_of
-from zckpt.checkpoint.validation.values import derived_weights
-from zckpt.geometry import Grid, all_of, row_count, slice_of
+from zckpt.geometry import Grid, all_of, slice_of
+from zckpt.orders import row_count
 from zckpt.plan import catalog
 from zckpt.testing.fragments import write_fragments
 from zckpt.tools.comparing.tensors import Pair, unequal
 from zckpt.tools.statistics import statistics, stretches
+from zckpt.tools.validating.values import derived_weights
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -112,7 +113,7 @@ def test_copies_and_repairs_keep_the_order(written: Written, tmp_path: Path) -> 
 
 
 def test_more_rows_of_runs_than_memory_allows_are_refused(written: Written) -> None:
-    with mock.patch.object(geometry, "ROWS_MAX", 0), pytest.raises(zckpt.UnsupportedError, match="smaller slices"):
+    with mock.patch.object(orders, "ROWS_MAX", 0), pytest.raises(zckpt.UnsupportedError, match="smaller slices"):
         zckpt.open(written.path).load()
 
 

@@ -22,8 +22,8 @@ from tests.support.plain_engine import Engine, engines_are_adapters
 from tests.support.reference_engine import tensors_of
 from tests.support.runs import assert_goes_on_alike, restore_and_go_on, write_and_go_on
 from tests.support.states import same_all
+from tests.support.thread_ranks import ONE_THREAD, ThreadRanks
 from zckpt.testing import ReferenceEngine
-from zckpt.testing.thread_ranks import ONE_THREAD, ThreadRanks
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -21,12 +21,12 @@ import torch
 import zckpt
 from tests.support.power import Disk, Killed, fingerprint, make, recorded
 from tests.support.states import write_state, write_through
+from tests.support.thread_ranks import ONE_THREAD, ThreadRanks
 from zckpt.checkpoint.writing import rank_write
 from zckpt.format.names import LOCK
 from zckpt.plan import data_files
 from zckpt.system import linux
 from zckpt.testing import ReferenceEngine
-from zckpt.testing.thread_ranks import ONE_THREAD, ThreadRanks
 from zckpt.transfer.write import run_writes
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ import xxhash
 
 import zckpt
 from tests.support.apart import Apart
+from tests.support.thread_ranks import ONE_THREAD, ThreadRanks
 from zckpt.testing import ReferenceEngine
-from zckpt.testing.thread_ranks import ONE_THREAD, ThreadRanks
 from zckpt.transfer.torch_dtypes import DTYPE_NAMES
 
 if TYPE_CHECKING:

@@ -20,8 +20,8 @@ from tests.support.object_servers import ObjectServer, program
 from tests.support.patience import give_up_after
 from tests.support.runs import assert_goes_on_alike, restore_and_go_on, write_and_go_on
 from tests.support.waiting import wait_until
+from zckpt.object_stores.writer import ObjectWriter
 from zckpt.storage import lock
-from zckpt.storage.object_writer import ObjectWriter
 
 if TYPE_CHECKING:
     from tests.support.cluster import Cluster

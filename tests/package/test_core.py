@@ -1,4 +1,4 @@
-"""The core writes, restores, reads and checks without the folders that only use it."""
+"""The core writes, restores and reads without the folders that only use it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from pathlib import Path
 
 import zckpt
 
-BESIDE_THE_CORE = ("tools", "frameworks", "offloading", "cli", "testing", "dcp.py", "torchtitan.py", "__main__.py")
+BESIDE_THE_CORE = (
+    "object_stores", "tools", "frameworks", "offloading", "cli", "testing", "dcp.py", "torchtitan.py", "__main__.py",
+)  # fmt: skip
 SCRIPT = """
 import sys
 from pathlib import Path
@@ -33,7 +35,6 @@ with torch.no_grad():
 zckpt.restore(state, run / "step3")
 assert torch.equal(model.weight, weight)
 assert torch.equal(zckpt.open(run / "step3").load("master/weight")["master/weight"], weight)
-assert zckpt.validate(run / "step3").ok
 zckpt.write_state_dict({"a": weight}, run / "other")
 target = {"a": torch.zeros(5, 3)}
 zckpt.open(run / "other").load_into(target)

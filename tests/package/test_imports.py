@@ -85,7 +85,7 @@ OF_LOCAL_FILES = {
     "tools/converting/to_deepspeed.py",  # writes files of other programs
     "offloading/scratch.py",  # writes files that do not outlive the process
     "cli/run.py",  # runs a script
-    "testing/store_contract.py",  # shares pages of a file outside of the store
+    "testing/store_data_contract.py",  # shares pages of a file outside of the store
     "checkpoint/writing/plain.py",  # replaces a value that is a path
 }
 PATHS = re.compile(r"os\.(path|sep|altsep|listdir|scandir|open|stat|unlink|replace|\*)\b.*|pathlib\b.*")

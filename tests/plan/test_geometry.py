@@ -14,20 +14,17 @@ from tests.support.grids import grids, order_of
 from zckpt.errors import MismatchError
 from zckpt.geometry import (
     Grid,
-    Rectangles,
-    Spaced,
     Span,
     Spans,
     all_of,
     box_of,
     joined,
     ragged,
-    rectangles_in,
-    row_count,
     section_of,
     slice_of,
     spans_in_both,
 )
+from zckpt.orders import Rectangles, Spaced, rectangles_in, row_count
 
 if TYPE_CHECKING:
     from zckpt.geometry import Sections

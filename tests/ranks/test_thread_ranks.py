@@ -13,10 +13,10 @@ import torch
 import zckpt
 from tests.support.reference_engine import tensors_of
 from tests.support.states import same_all
+from tests.support.thread_ranks import ONE_THREAD, ThreadRanks
 from zckpt.ranks import heartbeat, tree
 from zckpt.storage.local_reader import LocalReader
 from zckpt.testing import ReferenceEngine
-from zckpt.testing.thread_ranks import ONE_THREAD, ThreadRanks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -1,9 +1,7 @@
-"""Files outside of checkpoints: reads of swap files with and without direct I/O, and directories that replace
-others."""
+"""Reads of files outside of checkpoints, such as swap files, with and without direct I/O."""
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,7 +11,7 @@ import torch
 from zckpt.errors import StorageError
 from zckpt.storage import files
 from zckpt.storage.buffers import PAGE_BYTES
-from zckpt.storage.files import put_in_place, read_from, take_back
+from zckpt.storage.files import read_from
 from zckpt.system import linux
 from zckpt.transfer.memory import aligned
 
@@ -67,38 +65,3 @@ def test_a_file_that_is_too_short_is_an_error(tmp_path: Path, direct: bool) -> N
     with pytest.raises(StorageError, match="ends too early") as error:
         read_from(str(tmp_path / "swap"), 64, room_for(64, len(CONTENT)), direct=direct)
     assert error.value.start == len(CONTENT)
-
-
-@pytest.mark.parametrize("exchanges", [pytest.param(True, marks=pytest.mark.linux), False])
-def test_a_directory_is_put_in_the_place_of_another_one(
-    tmp_path: Path, exchanges: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    new, old = tmp_path / "new", tmp_path / "old"
-    for directory in (new, old):
-        directory.mkdir()
-        (directory / directory.name).touch()
-    missing: list[bool] = []
-    rename = os.rename
-
-    def watched(source: str, destination: str) -> None:
-        rename(source, destination)
-        missing.append(not old.exists())
-
-    monkeypatch.setattr(os, "rename", watched)
-    if not exchanges:
-        monkeypatch.setattr(linux, "exchange", lambda first, second: False)
-    for names in (["new", "old"], ["old", "new"]):
-        put_in_place(str(new), str(old))
-        assert [os.listdir(old), os.listdir(new)] == [[names[0]], [names[1]]]
-    take_back(str(new), str(old))
-    assert os.listdir(old) == ["new"]
-    assert sorted(os.listdir(tmp_path)) == ["new", "old"]
-    assert any(missing) != exchanges
-
-
-def test_a_failed_exchange_leaves_everything_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linux, "exchange", lambda first, second: False)
-    (tmp_path / "old").mkdir()
-    with pytest.raises(FileNotFoundError):
-        put_in_place(str(tmp_path / "new"), str(tmp_path / "old"))
-    assert os.listdir(tmp_path) == ["old"]

@@ -30,7 +30,8 @@ from zckpt.errors import (
     StorageError,
     UnsupportedError,
 )
-from zckpt.storage import object_errors, object_writer
+from zckpt.object_stores import errors as object_errors
+from zckpt.object_stores import writer as object_writer
 from zckpt.storage.contract import ANYTHING
 from zckpt.storage.lock import WriteLock
 from zckpt.storage.schemes import open_store

@@ -36,9 +36,11 @@ from tests.support.states import EngineOfAnAdapter, same_all, write_through
 from tests.support.waiting import wait_until
 from zckpt.checkpoint.writing import rank_write
 from zckpt.errors import LockedError, StorageError, ZckptError
+from zckpt.object_stores import client as object_client
+from zckpt.object_stores import store as object_store
+from zckpt.object_stores import writer as object_writer
 from zckpt.ranks.collectives import Ranks
 from zckpt.storage import lock as lock_module
-from zckpt.storage import object_client, object_store, object_writer
 from zckpt.storage.contract import ANYTHING, _PutLater
 from zckpt.storage.lock import WriteLock
 from zckpt.storage.schemes import open_store

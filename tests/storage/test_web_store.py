@@ -15,7 +15,7 @@ from tests.support.faulty_proxy import Fault, FaultyProxy
 from tests.support.states import same_all, write_state
 from tests.support.web_server import web_server
 from zckpt.errors import CheckpointNotFoundError, MissingFileError, StorageError, UnsupportedError
-from zckpt.storage import object_client
+from zckpt.object_stores import client as object_client
 from zckpt.storage.schemes import open_store
 from zckpt.testing import ReferenceEngine
 from zckpt.transfer.budget import MIB

@@ -10,7 +10,7 @@ import boto3
 import obstore
 
 from zckpt.checkpoint.cleaning import work
-from zckpt.storage import object_client
+from zckpt.object_stores import client as object_client
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zckpt.format.digest import digest
-from zckpt.geometry import Grid, Span, cut_at_blocks
+from zckpt.geometry import Grid, Span
 from zckpt.plan.reshard import StoredPieces
-from zckpt.tools.comparing.blocks import differing
+from zckpt.tools.blocks import cut_at_blocks, differing
 
 
 def pieces_of(bounds: list[int]) -> StoredPieces:

@@ -28,7 +28,7 @@ EXAMPLES = """
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    from zckpt.checkpoint.validation.report import LEVELS
+    from zckpt.tools.validating.report import LEVELS
 
     parser.add_argument(
         "paths",

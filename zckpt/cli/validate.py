@@ -23,7 +23,7 @@ EXAMPLES = """
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    from zckpt.checkpoint.validation.report import LEVELS
+    from zckpt.tools.validating.report import LEVELS
 
     parser.add_argument("path", help="a checkpoint, or the directory of a run with a `latest` file")
     parser.add_argument(

@@ -36,17 +36,8 @@ def block_count(region_bytes: Count, block_bytes: int) -> Count:
 
 
 def blocks(region_start: int, region_bytes: int, first_block: int, block_bytes: int) -> Iterator[tuple[int, int, int]]:
-    """Yields ``(number, start, stop)`` of each block of one region.
-
-    Args:
-        region_start: the byte of the file at which the region begins.
-        region_bytes: the size of the region.
-        first_block: the number of the first block.
-        block_bytes: the size of a full block.
-
-    Yields:
-        The number of a block, its first byte in the file, and the byte behind its last one.
-    """
+    """Yields the number of each block of a region, its first byte in the file, and the byte behind its last one. The
+    region begins at byte ``region_start`` of the file. Its first block has the number ``first_block``."""
     for number in range(block_count(region_bytes, block_bytes)):
         start = region_start + number * block_bytes
         yield first_block + number, start, min(start + block_bytes, region_start + region_bytes)
@@ -70,18 +61,9 @@ class ReadFile:
 
 
 def check_block(view: NDArray[np.uint8] | memoryview, block: int, file: ReadFile, start: int, key: str | None) -> None:
-    """Compares the digest of a block with the one in the digest table.
-
-    Args:
-        view: the bytes of the block.
-        block: the number of the block, counted from the first block of the file.
-        file: the file that the bytes are from.
-        start: the byte of the file at which the block begins.
-        key: the key of the tensor that the block belongs to.
-
-    Raises:
-        FormatError: the table has no digest of this block (D001), or another one (D003).
-    """
+    """Raises FormatError if the digest table of a file has no digest of a block (D001), or another one (D003).
+    ``view``: the bytes of the block. ``block``: its number, counted from the first block of the file. ``start``: its
+    first byte in the file. ``key``: the key of its tensor."""
     expected = file.digests[block * DIGEST_BYTES : (block + 1) * DIGEST_BYTES]
     if len(expected) != DIGEST_BYTES:
         raise broken("D001", f"the table has no digest of block {block}", file=file.path, key=key)

@@ -73,19 +73,10 @@ def unpack(
     is_key: Callable[[object], bool] | None = None,
     ext_hook: Callable[[int, bytes], object] = msgpack.ExtType,
 ) -> Any:
-    """Returns the one value that ``raw`` consists of.
-
-    Args:
-        raw: a packed msgpack value.
-        containers: how many arrays and maps may be unpacked. It is counted down.
-        is_key: whether a value may be the key of a map. None allows every value.
-        ext_hook: makes a value of the type and the payload of an extension.
-
-    Raises:
-        ValueError: ``raw`` is not exactly one msgpack value, a map has a duplicate key, or ``is_key`` refuses a key.
-            The other errors of ERRORS mean the same.
-        TooManyError: the value has too many arrays and maps.
-    """
+    """Returns the one value that ``raw`` consists of. ``containers``, the number of arrays and maps that may be
+    unpacked, is counted down. ``is_key`` says whether a value may be the key of a map. ``ext_hook`` makes a value of
+    the type and the payload of an extension. Raises one of ERRORS if ``raw`` is not exactly one msgpack value, if a map
+    has a duplicate key, or if ``is_key`` refuses a key, and TooManyError if there are too many arrays and maps."""
 
     def array(values: list[Any]) -> list[Any]:
         containers.take()

@@ -144,16 +144,7 @@ def broken(
     stop: int | None = None,
     hint: str | None = None,
 ) -> FormatError:
-    """Returns the error of a rule, for the caller to raise.
-
-    Args:
-        rule: the id of the rule.
-        message: what was found. It may contain values of the checkpoint, so it is cut to ``MESSAGE_CHARS_MAX``.
-        file: the path of the file that breaks the rule.
-        key: the key of the tensor that the error is about.
-        start: the first byte of the file that the error is about.
-        stop: the byte behind the last one.
-        hint: what the user can do.
-    """
+    """Returns the error of a rule, for the caller to raise. ``message`` says what was found. It may contain values of
+    the checkpoint, so it is cut to ``MESSAGE_CHARS_MAX``. The other arguments are the attributes of ``ZckptError``."""
     message = message[:MESSAGE_CHARS_MAX]
     return RULES[rule].error(message, rule=rule, file=file, key=key, start=start, stop=stop, hint=hint)

@@ -53,22 +53,13 @@ def pack(
     put: Callable[[str, object], tuple[int, str] | Plain | None],
     put_key: Callable[[str, object], str | int | None] = lambda path, key: None,
 ) -> bytes:
-    """Returns the bytes of a tree.
+    """Returns the bytes of the tree whose root is ``value``. Errors call the root ``path``.
 
-    Args:
-        value: the root value.
-        path: the name of the root value in errors.
-        put: is called with the path and the value of everything that is not a plain value. It stores a tensor or array
-            and returns its extension type and name, or returns a plain value to pack instead, or None if the value
-            cannot be kept.
-        put_key: is called with the path of a map and each key in it that is not a plain one. It returns a plain key to
-            pack instead, or None if the key cannot be kept.
-
-    Returns:
-        The packed tree.
-
-    Raises:
-        StateError: a tree cannot contain a value. The error names its path.
+    ``put`` is called with the path and the value of everything that is not a plain value. It stores a tensor or array
+    and returns its extension type and name, or returns a plain value to pack instead, or None if the value cannot be
+    kept. ``put_key`` is called with the path of a map and each key in it that is not a plain one. It returns a plain
+    key to pack instead, or None if the key cannot be kept. Raises StateError, which names the path, if a tree cannot
+    contain a value.
     """
     encoder = _Encoder(put, put_key)
     return encoder.packed(encoder.encode(value, path, 0), path)
@@ -187,19 +178,8 @@ def below(path: str, key: object) -> str:
 
 
 def unpack(raw: bytes, get: Callable[[int, str], object], file: str) -> Any:
-    """Returns the tree in ``raw``.
-
-    Args:
-        raw: the packed tree.
-        get: returns the tensor (extension type 1) or the array (type 2) of a name.
-        file: the name of the tree in errors.
-
-    Returns:
-        The root value.
-
-    Raises:
-        FormatError: the tree breaks one of the rules T001 to T004.
-    """
+    """Returns the root value of the packed tree ``raw``. ``get`` returns the tensor (extension type 1) or the array
+    (type 2) of a name. Errors call the tree ``file``. Raises FormatError (T001 to T004)."""
     return _Decoder(get, file).decode(raw, 0)
 
 

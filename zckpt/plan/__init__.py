@@ -3,5 +3,4 @@ as fragments, and ``lineage`` and ``machines`` have what a checkpoint records of
 
 For a write, ``replicas`` and ``together`` divide the work among ranks, ``data_files`` plans the files, ``writes`` plans
 the writes that fill them, and ``catalog`` makes the manifest and the index. For a read, ``select`` finds tensors by
-name, ``reshard`` finds the bytes that hold their elements, and ``reads`` plans the reads. ``share`` divides tensors
-among processes."""
+name, ``reshard`` finds the bytes that hold their elements, and ``reads`` plans the reads."""

@@ -236,7 +236,7 @@ def _rows_of_part(files: Sequence[_FilePieces], names: int) -> tuple[Ints, Ints,
 
 
 def _chunks(part: str, files: Sequence[_FilePieces], name: Ints, count: Ints, numbered: _Numbered) -> Iterator[Rows]:
-    """Yields the layout of one part, chunk by chunk. Only the pieces of one chunk are put together at a time, because
+    """Yields the rows of one part, chunk by chunk. Only the pieces of one chunk are put together at a time, because
     all pieces of thousands of ranks would take much memory. ``files``: the pieces of all files of the part. ``name``
     and ``count``: of ``_rows_of_part``. The other arguments and the errors are those of ``_rows``."""
     first_names = name[[of_chunk.start for of_chunk in index_format.chunk_rows(count)]]

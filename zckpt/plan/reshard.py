@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from zckpt.errors import UnsupportedError
-from zckpt.geometry import ROWS_MAX, Spaced, Span, Spans, ragged, rectangles_in, same_order, spans_in_both
+from zckpt.geometry import Span, Spans, ragged, same_order, spans_in_both
+from zckpt.orders import ROWS_MAX, Spaced, rectangles_in
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence

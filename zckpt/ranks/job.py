@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 class Job(ABC):
     """A job as one of its ranks sees it: what ``Ranks`` needs to send messages.
 
-    Ranks that do not reach each other by ``torch.distributed`` have a class that derives from this one, such as that of
-    ``zckpt.testing.thread_ranks``. The thread of such a rank enters its job by ``in_job``.
+    Ranks that do not reach each other by ``torch.distributed`` have a class that derives from this one, as those of
+    ``tests.support.thread_ranks``. The thread of such a rank enters its job by ``in_job``.
     """
 
     def __init__(self) -> None:

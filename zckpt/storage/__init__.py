@@ -1,2 +1,2 @@
-"""Access to the place where checkpoints are stored: the contract of a store, the stores for local directories, object
-stores and web servers, a cache on a local disk, and a checkpoint's lock."""
+"""Access to the place where checkpoints are stored: the contract of a store, the store for local directories, a
+cache on a local disk, and a checkpoint's lock."""

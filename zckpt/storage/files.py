@@ -8,7 +8,6 @@ import os
 import shutil
 import stat
 import sys
-from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from zckpt.errors import StorageError, from_os_error
@@ -113,41 +112,6 @@ def _fill(path: str, offset: int, room: Bytes, flags: int = 0) -> None:
         if isinstance(error, StorageError):
             raise
         raise from_os_error(error, "read", path, offset + filled, offset + len(room)) from error
-
-
-def remove_tree(path: str) -> None:
-    """Removes a file, or a directory with everything in it. Raises nothing: what cannot be removed stays."""
-    with suppress(OSError):
-        os.unlink(path)
-    shutil.rmtree(path, ignore_errors=True)
-
-
-def put_in_place(prepared: str, path: str) -> None:
-    """Renames ``prepared`` to ``path``. If there was something at ``path``, it has the name ``prepared`` afterwards, or
-    is replaced. If the system can exchange two names, there is something at ``path`` at any time. If it cannot, a file
-    at ``path`` is replaced, and a directory at ``path`` is missing for an instant. Raises OSError, and then both have
-    their former names."""
-    if os.path.lexists(path) and linux.exchange(prepared, path):
-        return
-    if not os.path.isdir(path):
-        os.replace(prepared, path)
-        return
-    aside = f"{prepared}.old"
-    os.rename(path, aside)
-    try:
-        os.rename(prepared, path)
-    except OSError:
-        os.rename(aside, path)
-        raise
-    os.rename(aside, prepared)
-
-
-def take_back(prepared: str, path: str) -> None:
-    """Undoes ``put_in_place``. Raises OSError."""
-    if os.path.lexists(prepared):
-        put_in_place(prepared, path)
-    else:
-        os.rename(path, prepared)
 
 
 def sync_data(fd: int) -> None:

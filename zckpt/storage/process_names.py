@@ -12,9 +12,7 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
-from zckpt.errors import from_os_error
 from zckpt.format import names
-from zckpt.storage.files import remove_tree
 from zckpt.system import linux
 
 if TYPE_CHECKING:
@@ -51,19 +49,6 @@ def left_over(entries: Iterable[str]) -> Iterator[str]:
         match = _NAME.fullmatch(name)
         if match and match[1] == _place() and not linux.is_running(int(match[2]), int(match[3])):
             yield name
-
-
-def remove_left_over(directory: str) -> None:
-    """Removes the temporary files and directories of dead processes from a directory. Does nothing if the directory
-    does not exist. Raises StorageError if it cannot be listed."""
-    try:
-        entries = os.listdir(directory)
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        raise from_os_error(error, "list", directory) from error
-    for name in left_over(entries):
-        remove_tree(os.path.join(directory, name))
 
 
 def _place() -> str | None:

@@ -34,7 +34,10 @@ def __getattr__(name: str) -> Any:
     import pytest
 
     # This makes a failed assert show its values.
-    modules = ("engine_definition", "adapter_contract", "engine_contract", "store_calls", "store_contract")
+    modules = (
+        "engine_definition", "adapter_contract", "engine_contract", "store_calls", "store_data_contract",
+        "store_contract",
+    )  # fmt: skip
     pytest.register_assert_rewrite(*(f"zckpt.testing.{name}" for name in modules))
     from zckpt.testing.engine_contract import EngineContract
     from zckpt.testing.store_contract import StoreContract

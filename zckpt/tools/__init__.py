@@ -1,1 +1,1 @@
-"""What is done with checkpoints beside writing, restoring, reading and validating them. The core imports none of it."""
+"""What is done with checkpoints beside writing, restoring and reading them. The core imports none of it."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from zckpt.checkpoint.cleaning.work import Work
+from zckpt.checkpoint.cleaning.cleanup import Removed
+from zckpt.checkpoint.cleaning.work import OLD_SECONDS, Work
 from zckpt.checkpoint.listing.leftovers import run_leftovers
 from zckpt.checkpoint.listing.runs import directories, is_begun, names_at
-from zckpt.errors import CheckpointExistsError, CheckpointNotFoundError
+from zckpt.errors import CheckpointExistsError, CheckpointNotFoundError, StorageError, warn
 from zckpt.format import names
 from zckpt.storage.location import Location, StrPath
 from zckpt.storage.process_names import left_over
@@ -55,7 +56,7 @@ def gc(path: StrPath, *, dry_run: bool = False, discard: StrPath | Collection[St
     work = Work(dry_run, _discarded(run, checkpoints, discard))
     for checkpoint in checkpoints:
         work.clean(checkpoint)
-    work.give_up_uploads(run)
+    _give_up_uploads(run, work)
     work.remove(run, [*run_leftovers(run), *left_over(entries)], "leftover")
     return work.result(len(checkpoints))
 
@@ -80,3 +81,15 @@ def _discarded(run: Store, checkpoints: Sequence[Store], discard: StrPath | Coll
                 )  # fmt: skip
             discarded.add(checkpoint.location)
     return discarded
+
+
+def _give_up_uploads(run: Store, work: Work) -> None:
+    """Removes the unfinished uploads of data files in and below the directory that are older than ``OLD_SECONDS``."""
+    try:
+        for upload in run.unfinished(OLD_SECONDS):
+            if any(map(names.is_data_dir, upload.path.split("/"))):
+                if not work.dry_run:
+                    run.give_up(upload)
+                work.removed.append(Removed(str(run.location.child(upload.path)), upload.nbytes, 0, "leftover"))
+    except StorageError as error:  # To list and to end uploads are other rights than to list and to remove files.
+        warn(f"unfinished uploads stay: {error}")

@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from zckpt.checkpoint.reading.loader import ReadRequest
-from zckpt.geometry import Span, cut_at_blocks
-from zckpt.plan.share import batches
+from zckpt.tools.blocks import cut_at_blocks
+from zckpt.tools.share import batches
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from zckpt.checkpoint.listing.contents import TensorInfo
     from zckpt.checkpoint.reading.loader import Loader
+    from zckpt.geometry import Span
 
 STRETCH_BYTES = 32 << 20
 """The largest number of bytes of a tensor that are in memory at a time, besides the buffers of the budget."""

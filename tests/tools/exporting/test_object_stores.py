@@ -15,8 +15,8 @@ from tests.support.faulty_proxy import LOSE_ANSWER, Fault, FaultyProxy
 from tests.support.hugging_face import content, make_hugging_face, write_both, write_model
 from tests.support.states import write_state
 from zckpt.errors import CheckpointExistsError, StorageError
-from zckpt.storage import object_writer
-from zckpt.storage.object_writer import ObjectWriter
+from zckpt.object_stores import writer as object_writer
+from zckpt.object_stores.writer import ObjectWriter
 from zckpt.storage.schemes import open_store
 from zckpt.testing import ReferenceEngine
 from zckpt.tools.exporting.hugging_face import FILES

@@ -12,11 +12,13 @@ import safetensors.torch
 import torch
 
 from zckpt.format.dtypes import ITEM_BYTES
-from zckpt.geometry import Grid, Span, all_of, count_runs, runs_of_view
+from zckpt.geometry import Grid, Span, all_of
 from zckpt.tools.exporting.plan import (
     Extent,
     OutputFile,
     OutputTensor,
+    count_runs,
+    runs_of_view,
     safetensors_file,
     safetensors_files,
     size_in_bytes,

@@ -13,7 +13,7 @@ import zckpt
 from tests.support.faults import BROKEN, NO_SPACE, Fault, faulty
 from tests.support.hugging_face import content, make_hugging_face, write_model
 from tests.support.states import write_state
-from zckpt.storage import files
+from zckpt.tools.exporting import place
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -131,7 +131,7 @@ def test_an_earlier_export_survives_a_failure(tmp_path: Path, format: Format, na
 
 def test_a_file_that_appears_after_the_last_check_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_state(tmp_path / "ckpt", parts=["master"])
-    out, put_in_place = tmp_path / "out", files.put_in_place
+    out, put_in_place = tmp_path / "out", place.put_in_place
     zckpt.export(tmp_path / "ckpt", out)
 
     def late(prepared: str, path: str) -> None:
@@ -139,7 +139,7 @@ def test_a_file_that_appears_after_the_last_check_stays(tmp_path: Path, monkeypa
         (out / "notes.txt").write_text("the only copy")
         put_in_place(prepared, path)
 
-    monkeypatch.setattr(files, "put_in_place", late)
+    monkeypatch.setattr(place, "put_in_place", late)
     with pytest.raises(zckpt.CheckpointExistsError, match=r"notes\.txt meanwhile"):
         zckpt.export(tmp_path / "ckpt", out, overwrite=True)
     assert sorted(os.listdir(out)) == ["model.safetensors", "notes.txt"]

@@ -10,7 +10,7 @@ from zckpt.checkpoint.listing.doubt import in_doubt
 from zckpt.checkpoint.listing.leftovers import is_file, leftovers, look, named_files
 from zckpt.checkpoint.listing.runs import is_of_trainer, names_in, read_latest
 from zckpt.checkpoint.writing.removal import prepared_manifests, recoverable, remove_found
-from zckpt.errors import LockedError, StorageError, warn
+from zckpt.errors import LockedError, StorageError
 from zckpt.format import names
 from zckpt.storage.lock import WriteLock, is_alive, is_lock, read_lock
 
@@ -127,18 +127,6 @@ class Work:
         # To ask a store for its time makes a small file, and a dry run makes nothing.
         since = (time.time() if self.dry_run else store.now()) - OLD_SECONDS
         return [name for name in leftovers if any(entry.changed_at > since for entry in _files(store, name).values())]
-
-    def give_up_uploads(self, run: Store) -> None:
-        """Removes the unfinished uploads of data files in and below the directory that are older than
-        ``OLD_SECONDS``."""
-        try:
-            for upload in run.unfinished(OLD_SECONDS):
-                if any(map(names.is_data_dir, upload.path.split("/"))):
-                    if not self.dry_run:
-                        run.give_up(upload)
-                    self.removed.append(Removed(str(run.location.child(upload.path)), upload.nbytes, 0, "leftover"))
-        except StorageError as error:  # To list and to end uploads are other rights than to list and to remove files.
-            warn(f"unfinished uploads stay: {error}")
 
     def remove(self, store: Store, entries: Sequence[str], reason: str, named: Collection[str] | None = None) -> None:
         """Removes these entries of a directory in the given order, except what is foreign in them. ``named``: the

@@ -1,1 +1,1 @@
-"""The steps of ``zckpt.cp`` and of the uploads of ``copy_to``: plan the files of each rank, write the files, commit."""
+"""The steps of the uploads of ``copy_to`` and of ``zckpt.cp``: plan the files of each rank, write the files, commit."""

@@ -1,40 +1,30 @@
-"""The digest tables of a save: they are read, matched with its files, computed from its data, and compared."""
+"""The digest tables of a save whose manifest is lost: they are read, and matched with its files."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from zckpt.checkpoint.listing import rebuild
 from zckpt.errors import MissingFileError
-from zckpt.format import data_file as data_file_format
 from zckpt.format import names
-from zckpt.format.digest import BLOCK_BYTES, DIGEST_BYTES, ReadFile, blocks, digest
-from zckpt.plan.reads import plan_reads
-from zckpt.plan.reshard import entry_ranges
+from zckpt.format.digest import BLOCK_BYTES, DIGEST_BYTES, blocks, digest
+from zckpt.format.limits import BLOCK_BYTES_MAX, BLOCK_BYTES_MIN
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from zckpt.checkpoint.listing.rebuild import FoundFile
-    from zckpt.plan.reads import ReadOp
-    from zckpt.storage.buffers import Bytes
+    from zckpt.format.data_file import Header
     from zckpt.storage.contract import Reader
-    from zckpt.transfer.budget import Budget
 
 
 @dataclass(frozen=True, slots=True)
-class Tables:
-    """The places of the digests of a save's files in the digest tables of their ranks."""
+class FoundFile:
+    """A data file whose header is sound. ``raw`` is the header as bytes. ``nbytes`` is the size of the file in
+    bytes."""
 
-    files: Mapping[int, Sequence[FoundFile]]
-    """The data files of each rank."""
-    block_bytes: int
-    first_blocks: Mapping[int, Sequence[int]]
-    """For each rank, the number of the first digest of each of its files."""
+    header: Header
+    raw: bytes
+    nbytes: int
 
 
 def read_tables(reader: Reader, save_id: str, ranks: Iterable[int]) -> dict[int, bytes | None]:
@@ -55,9 +45,9 @@ def fit_tables(
     """Returns the size of a block in bytes with which the most digest tables fit the files. Also returns, for each
     rank, the number of the first digest of each file, or None if the rank's table does not fit."""
     best: tuple[int, dict[int, list[int] | None]] | None = None
-    for block_bytes in rebuild.block_sizes(BLOCK_BYTES):
+    for block_bytes in _block_sizes(BLOCK_BYTES):
         placed = {
-            rank: None if table is None else rebuild.fit_table(files[rank], table, block_bytes)
+            rank: None if table is None else _fit_table(files[rank], table, block_bytes)
             for rank, table in tables.items()
         }
         fitting = sum(first_blocks is not None for first_blocks in placed.values())
@@ -67,61 +57,29 @@ def fit_tables(
     return best
 
 
-def compute_tables(reader: Reader, places: Tables, budget: Budget) -> dict[int, bytes]:
-    """Computes the digest tables of all ranks from all of their data."""
-    # Imported late, because zckpt.gc and zckpt.prune read tables only, and need no torch.
-    from zckpt.transfer.read import read_op
-    from zckpt.transfer.staging import host_pool
-    from zckpt.transfer.tasks import run_tasks
-
-    block_bytes, first_blocks = places.block_bytes, places.first_blocks
-    tables = {
-        rank: bytearray(DIGEST_BYTES * sum(file.header.first_blocks(block_bytes)[-1] for file in files_of_rank))
-        for rank, files_of_rank in places.files.items()
-    }
-    staging = host_pool(budget.batch_bytes(block_bytes))
-
-    def put(rank: int, block: int, data: Bytes | bytes) -> None:
-        tables[rank][block * DIGEST_BYTES : (block + 1) * DIGEST_BYTES] = digest(data)
-
-    def look(rank: int, first: int, op: ReadOp, data: Bytes) -> None:
-        stops = np.cumsum(op.segments.nbytes)
-        bounds = zip((stops - op.segments.nbytes).tolist(), stops.tolist(), op.segments.block.tolist(), strict=True)
-        for start, stop, block in bounds:
-            put(rank, first + block, data[start:stop])
-
-    def reads() -> Iterator[Callable[[], None]]:
-        for rank, files_of_rank in places.files.items():
-            headers = dict(enumerate(file.header for file in files_of_rank))
-            for number, file in enumerate(files_of_rank):
-                for block, start, stop in blocks(0, len(file.raw), 0, block_bytes):
-                    put(rank, first_blocks[rank][number] + block, file.raw[start:stop])
-            ops = plan_reads(
-                entry_ranges(headers, block_bytes),
-                data_starts=[header.data_start for header in headers.values()],
-                block_bytes=block_bytes,
-                verify=True,
-                batch_bytes=budget.batch_bytes(block_bytes),
-            )
-            for op in ops:
-                file = files_of_rank[op.file]
-                source = ReadFile(file.header.data_file.path, file.nbytes)
-                visit = partial(look, rank, first_blocks[rank][op.file], op)
-                yield partial(read_op, reader, op, source, staging, budget.direct, visit)
-
-    with staging.work():
-        run_tasks(reads(), budget.threads)
-    return {rank: bytes(table) for rank, table in tables.items()}
+def _fit_table(files: Sequence[FoundFile], table: bytes, block_bytes: int) -> list[int] | None:
+    """Returns the number of the first digest of each file in the digest table of its rank. Returns None if the files do
+    not fill the table without a gap. The place of a file in the table is found by the digests of its header."""
+    first_blocks = []
+    for file in files:
+        digests = [digest(file.raw[start:stop]) for _, start, stop in blocks(0, len(file.raw), 0, block_bytes)]
+        at = table.find(b"".join(digests))
+        while at % DIGEST_BYTES and at >= 0:
+            at = table.find(b"".join(digests), at + 1)
+        first_blocks.append(at // DIGEST_BYTES)
+    stop = 0
+    for first, file in sorted(zip(first_blocks, files, strict=True), key=lambda pair: pair[0]):
+        if first != stop:
+            return None
+        stop += file.header.first_blocks(block_bytes)[-1]
+    return first_blocks if stop * DIGEST_BYTES == len(table) else None
 
 
-def differences(places: Tables, rank: int, table: bytes, computed: bytes) -> list[str]:
-    """Returns the blocks of a rank's files whose digests differ between two tables, as lines of text."""
-    damaged = []
-    for file, first in zip(places.files[rank], places.first_blocks[rank], strict=True):
-        within = (0, *file.header.first_blocks(places.block_bytes))
-        for (start, stop), block in zip(data_file_format.regions(file.header), within, strict=False):
-            for number, block_start, block_stop in blocks(start, stop - start, first + block, places.block_bytes):
-                of_block = slice(number * DIGEST_BYTES, (number + 1) * DIGEST_BYTES)
-                if table[of_block] != computed[of_block]:
-                    damaged.append(f"{file.header.data_file.path}: bytes [{block_start}, {block_stop}) are damaged")
-    return damaged
+def _block_sizes(usual: int) -> Iterator[int]:
+    """Yields the sizes of a block in bytes that the checkpoint may have, ``usual`` first, because it is the most
+    likely."""
+    yield usual
+    size = BLOCK_BYTES_MIN
+    while size <= BLOCK_BYTES_MAX:
+        yield size
+        size *= 2

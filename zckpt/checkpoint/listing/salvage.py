@@ -8,17 +8,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from zckpt.checkpoint.listing.contents import read_header
-from zckpt.checkpoint.listing.digest_tables import fit_tables, read_tables
-from zckpt.checkpoint.listing.rebuild import FoundFile
+from zckpt.checkpoint.listing.digest_tables import FoundFile, fit_tables, read_tables
 from zckpt.checkpoint.listing.runs import directories_of, names_in
-from zckpt.errors import FormatError, RepairError, ZckptError
+from zckpt.errors import FormatError, ZckptError
 from zckpt.format import data_file as data_file_format
 from zckpt.format import names
 from zckpt.format.limits import WORLD_SIZE_MAX
 from zckpt.format.rules import broken
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
     from zckpt.format.manifest import Manifest
     from zckpt.format.names import Tier
@@ -35,22 +34,6 @@ class FoundSave:
     save_id: str
     files: dict[int, list[FoundFile]]
     """The data files of each rank."""
-
-
-def the_save(store: Store, old: Manifest | None, finding: str) -> FoundSave:
-    """Returns the only save whose data are in ``store`` and complete. ``old`` is its manifest. If that is lost or
-    damaged, ``old`` is None and ``finding`` says what is wrong with it. Raises RepairError, which lists everything that
-    is missing or damaged."""
-    saves = [name for name in directories_of(store) if names.is_data_dir(name)]
-    if old is not None:
-        saves = [name for name in saves if name == names.data_dir(old.save_id)]
-    if len(saves) != 1:
-        what = f"{finding}, and there are the data of {len(saves)} saves" if old is None else "its data are gone"
-        raise refused(store, [what, *saves], "leave the data directory of one save here, and take the others away")
-    save, problems = find_save(store, saves[0].removeprefix("data-"), old)
-    if save is None or problems:
-        raise refused(store, problems, "restore these files from a copy; they cannot be rebuilt")
-    return save
 
 
 def find_save(checkpoint: Store, save_id: str, old: Manifest | None) -> tuple[FoundSave | None, list[str]]:
@@ -134,12 +117,6 @@ def _world_size(text: str) -> int | None:
     size."""
     size = int(text) if re.fullmatch("[1-9][0-9]{0,6}", text, re.ASCII) else 0
     return size if 1 <= size <= WORLD_SIZE_MAX else None
-
-
-def refused(store: Store, problems: Sequence[str], hint: str) -> RepairError:
-    """Returns the error that lists all ``problems``."""
-    message = "\n".join(["it cannot be rebuilt:", *(f"  {problem}" for problem in problems)])
-    return RepairError(message, file=str(store.location), hint=hint)
 
 
 @contextmanager

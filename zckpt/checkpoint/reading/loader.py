@@ -15,7 +15,8 @@ from zckpt.checkpoint.reading.targets import empty_tensors
 from zckpt.engines.tensors import set_in_place
 from zckpt.errors import FormatError
 from zckpt.format import names, tree
-from zckpt.geometry import Span, all_of, row_count, same_order
+from zckpt.geometry import Span, all_of, same_order
+from zckpt.orders import row_count
 from zckpt.plan.inventory import BUFFER, MASTER, PARAM, STATE
 from zckpt.plan.reads import SPACED_GAP_BYTES, plan_reads
 from zckpt.plan.reshard import Wanted, piece_ranges

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from zckpt.checkpoint.copying.copy import Copy, Tries
+from zckpt.checkpoint.copying.files import TABLE, Copied
 from zckpt.checkpoint.listing.contents import Contents
 from zckpt.checkpoint.listing.find import manifest_of
 from zckpt.checkpoint.listing.runs import decode_manifest, latest_name, manifest_bytes
@@ -104,9 +105,10 @@ class Upload:
             contents = Contents(decode_manifest(source, raw), reader, source)
             if contents.manifest.save_id != self.save_id:
                 raise CheckpointNotFoundError("another checkpoint has replaced it", file=str(self.source))
+            own = (number for number, rank in enumerate(contents.manifest.files.rank) if rank == ranks.rank)
             return Copy(
-                contents=contents, manifest=raw, selection=None, target=target, save_id=self.save_id,
-                number=ranks.rank, size=ranks.size, verify=True, shared_with=None,
+                copied=Copied.of(contents, raw), files_of_rank={ranks.rank: {*own, TABLE}}, target=target,
+                save_id=self.save_id,
                 options=WriteOptions(overwrite=self.overwrite, budget=self.budget),
                 latest_in=open_store(self.run) if self.latest else None, tries=self.tries,
             )  # fmt: skip

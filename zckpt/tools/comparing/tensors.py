@@ -13,14 +13,14 @@ import numpy as np
 from zckpt.checkpoint.reading.loader import ReadRequest
 from zckpt.errors import FormatError
 from zckpt.format.digest import DIGEST_BYTES, block_count
-from zckpt.geometry import Span, all_of, cut_at_blocks, ragged
+from zckpt.geometry import Span, all_of, ragged
 from zckpt.plan.inventory import BUFFER
-from zckpt.plan.share import batches
 from zckpt.progress import Progress, reported
 from zckpt.storage.location import Location
-from zckpt.tools.comparing.blocks import differing
+from zckpt.tools.blocks import cut_at_blocks, differing
 from zckpt.tools.comparing.report import TensorDifference
 from zckpt.tools.comparing.values import Tally, compare
+from zckpt.tools.share import batches
 from zckpt.transfer.budget import MIB, Budget
 from zckpt.transfer.tasks import run_tasks
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from zckpt.plan.share import batches, shared_out
 from zckpt.progress import reported
 from zckpt.tools.converting.source import values_of
 from zckpt.tools.exporting.checkpoint_source import CheckpointFiller
 from zckpt.tools.exporting.place import Place, write_in_place
 from zckpt.tools.exporting.write import WINDOW_BYTES_MAX, write_files
+from zckpt.tools.share import batches, shared_out
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

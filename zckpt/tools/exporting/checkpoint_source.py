@@ -10,8 +10,8 @@ from zckpt.checkpoint.reading.extra_state import extra_state
 from zckpt.checkpoint.reading.loader import Loader, ReadRequest
 from zckpt.errors import FormatError, KeyNotFoundError
 from zckpt.format import names
-from zckpt.geometry import block_end
 from zckpt.plan.inventory import BUFFER, unconverted
+from zckpt.tools.blocks import block_end
 from zckpt.tools.exporting.plan import SourceTensor
 from zckpt.transfer.memory import check_cast
 from zckpt.transfer.torch_dtypes import DTYPE_NAMES

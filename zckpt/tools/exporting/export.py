@@ -11,7 +11,6 @@ from zckpt.checkpoint.open import open_loader
 from zckpt.checkpoint.reading.checkpoint import Checkpoint, loader_of
 from zckpt.engines import group_of, is_engine
 from zckpt.errors import count, first_few, printable
-from zckpt.plan.share import shared_out
 from zckpt.progress import reported
 from zckpt.ranks.collectives import Ranks
 from zckpt.storage.location import Location
@@ -26,6 +25,7 @@ from zckpt.tools.exporting.plan import size_in_bytes
 from zckpt.tools.exporting.selection import everything, with_prefix
 from zckpt.tools.exporting.torch_file import plan_torch_file
 from zckpt.tools.exporting.write import write_files
+from zckpt.tools.share import shared_out
 from zckpt.transfer.budget import budget_or_default
 from zckpt.transfer.torch_dtypes import dtype_of
 

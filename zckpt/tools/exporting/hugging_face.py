@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from zckpt.errors import MismatchError, UnsupportedError, first_few, from_os_error
-from zckpt.geometry import all_of, count_runs, runs_of_view
+from zckpt.geometry import all_of
 from zckpt.tools.exporting.plan import (
     EXTENT_BYTES_MIN,
     Conversion,
@@ -30,6 +30,8 @@ from zckpt.tools.exporting.plan import (
     Memory,
     OutputTensor,
     SourceTensor,
+    count_runs,
+    runs_of_view,
     safetensors_files,
     split_into_files,
 )

@@ -17,13 +17,13 @@ import torch
 
 from zckpt.geometry import joined
 from zckpt.plan.reshard import Wanted
-from zckpt.plan.share import shared_out
 from zckpt.progress import reported
 from zckpt.storage.buffers import PAGE_BYTES
 from zckpt.storage.files import read_from
 from zckpt.system.threads import Worker, stop
 from zckpt.tools.exporting.exchange import Exchange, SlicedFiles, plan_exchange
 from zckpt.tools.exporting.write import NewFile, put_whole
+from zckpt.tools.share import shared_out
 from zckpt.transfer.devices import byte_tensor, rows_of
 from zckpt.transfer.memory import fresh_tensor
 from zckpt.transfer.staging import host_pool

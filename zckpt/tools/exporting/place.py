@@ -8,6 +8,7 @@ the other, while a lock in the directory keeps other processes away. So only a f
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 from contextlib import closing, suppress
 from fnmatch import fnmatch
@@ -17,13 +18,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from zckpt.checkpoint.listing.runs import refuse_in_checkpoint
 from zckpt.errors import CheckpointExistsError, RankError, ZckptError, first_few, from_os_error, warn
 from zckpt.format.names import LOCK
-from zckpt.storage import files
 from zckpt.storage.local_store import make_directories
 from zckpt.storage.location import Location
 from zckpt.storage.lock import WriteLock
-from zckpt.storage.process_names import own_temporary, remove_left_over
+from zckpt.storage.process_names import left_over, own_temporary
 from zckpt.storage.schemes import open_store
 from zckpt.storage.space import Space
+from zckpt.system import linux
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -157,7 +158,7 @@ class Place(NamedTuple):
         """Prepares the place for files with these names, before any of them is written. On a file system, makes the
         directory of ``store``, and removes temporary files that dead processes have left beside the place. In an object
         store, takes the lock of the directory. Raises StorageError, LockedError and the errors of ``check``."""
-        remove_left_over(os.path.dirname(self.path))
+        _remove_left_over(os.path.dirname(self.path))
         make_directories(self.store.location.path, self.made)
 
     def put_small(self, small_files: Mapping[str, bytes]) -> None:
@@ -188,7 +189,7 @@ class Place(NamedTuple):
         self.store.sync_names("")
         self.check()
         try:
-            files.put_in_place(self.prepared, self.path)
+            put_in_place(self.prepared, self.path)
         except OSError as error:
             raise from_os_error(error, "rename", self.prepared) from error
         try:
@@ -202,7 +203,7 @@ class Place(NamedTuple):
             open_store(os.path.dirname(self.path)).sync_names("")
             then()
         except BaseException:
-            files.take_back(self.prepared, self.path)
+            take_back(self.prepared, self.path)
             raise
         self.remove()
 
@@ -210,7 +211,7 @@ class Place(NamedTuple):
         """Removes what is at the temporary path. After ``finish``, this is what was at ``path`` before. Also removes
         each directory that ``begin`` has made and that is empty. In an object store, it is called only after an error,
         and removes the files that were written."""
-        files.remove_tree(self.prepared)
+        _remove_tree(self.prepared)
         while self.made:
             with suppress(OSError):  # it is not empty
                 os.rmdir(self.made.pop(0))
@@ -302,3 +303,51 @@ def _has_marks(file: Store, marks: Sequence[bytes]) -> bool:
     with closing(file.parent.reader()) as reader:
         beginning = reader.read(file.location.name, 0, _BEGINNING_BYTES)
     return all(mark in beginning for mark in marks)
+
+
+def put_in_place(prepared: str, path: str) -> None:
+    """Renames ``prepared`` to ``path``. If there was something at ``path``, it has the name ``prepared`` afterwards, or
+    is replaced. If the system can exchange two names, there is something at ``path`` at any time. If it cannot, a file
+    at ``path`` is replaced, and a directory at ``path`` is missing for an instant. Raises OSError, and then both have
+    their former names."""
+    if os.path.lexists(path) and linux.exchange(prepared, path):
+        return
+    if not os.path.isdir(path):
+        os.replace(prepared, path)
+        return
+    aside = f"{prepared}.old"
+    os.rename(path, aside)
+    try:
+        os.rename(prepared, path)
+    except OSError:
+        os.rename(aside, path)
+        raise
+    os.rename(aside, prepared)
+
+
+def take_back(prepared: str, path: str) -> None:
+    """Undoes ``put_in_place``. Raises OSError."""
+    if os.path.lexists(prepared):
+        put_in_place(prepared, path)
+    else:
+        os.rename(path, prepared)
+
+
+def _remove_left_over(directory: str) -> None:
+    """Removes the temporary files and directories of dead processes from a directory. Does nothing if the directory
+    does not exist. Raises StorageError if it cannot be listed."""
+    try:
+        entries = os.listdir(directory)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise from_os_error(error, "list", directory) from error
+    for name in left_over(entries):
+        _remove_tree(os.path.join(directory, name))
+
+
+def _remove_tree(path: str) -> None:
+    """Removes a file, or a directory with everything in it. Raises nothing: what cannot be removed stays."""
+    with suppress(OSError):
+        os.unlink(path)
+    shutil.rmtree(path, ignore_errors=True)

@@ -12,15 +12,17 @@ import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+
 from zckpt.format.dtypes import ITEM_BYTES
-from zckpt.geometry import all_of
+from zckpt.geometry import all_of, joined
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     import torch
 
-    from zckpt.geometry import Span
+    from zckpt.geometry import Ints, Span
 
 EXTENT_BYTES_MIN = 4096
 """The fewest bytes of an extent, on average. A tensor with shorter extents is converted as a whole, because reading
@@ -290,3 +292,32 @@ def windows(
                     first = stop
                 span = span.narrow(part.numel, span.numel - part.numel)
     yield from take()
+
+
+def runs_of_view(shape: Sequence[int], strides: Sequence[int], start: int) -> tuple[Ints, Ints]:
+    """Returns the elements of a view, in the row-major order of the view, as runs of adjacent elements of the tensor:
+    the first element of each run, and the number of elements. ``shape``, ``strides``, ``start``: the shape of the view,
+    its strides in elements, and the element of the tensor at which it begins."""
+    if 0 in shape:
+        return np.empty(0, np.int64), np.empty(0, np.int64)
+    dims, inner = _outer_dims(shape, strides)
+    first = np.array([start], np.int64)
+    for size, stride in zip(dims, strides, strict=False):
+        first = (first[:, None] + np.arange(size) * stride).ravel()
+    begins, stops = joined(first, first + inner)
+    return begins, stops - begins
+
+
+def count_runs(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Returns the largest number of runs that ``runs_of_view`` can return for a view of this shape."""
+    return math.prod(_outer_dims(shape, strides)[0])
+
+
+def _outer_dims(shape: Sequence[int], strides: Sequence[int]) -> tuple[tuple[int, ...], int]:
+    """Returns the sizes of the first dimensions of a view, up to the last one whose elements are not adjacent, and the
+    number of elements in all other dimensions."""
+    inner, dims = 1, len(shape)
+    while dims and (shape[dims - 1] == 1 or strides[dims - 1] == inner):
+        dims -= 1
+        inner *= shape[dims]
+    return tuple(shape[:dims]), inner

@@ -10,18 +10,8 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import TYPE_CHECKING
 
-from zckpt.checkpoint.listing import rebuild
 from zckpt.checkpoint.listing.contents import Contents, read_header
-from zckpt.checkpoint.listing.digest_tables import (
-    Tables,
-    compute_tables,
-    differences,
-    fit_tables,
-    read_if_there,
-    read_tables,
-)
-from zckpt.checkpoint.listing.salvage import refused
-from zckpt.checkpoint.validation.check import ValidationShare, check_checkpoint
+from zckpt.checkpoint.listing.digest_tables import fit_tables, read_if_there, read_tables
 from zckpt.errors import FormatError, RankError, StorageError
 from zckpt.format import manifest as manifest_format
 from zckpt.format import names
@@ -31,6 +21,10 @@ from zckpt.plan import catalog
 from zckpt.plan.inventory import MASTER, PARAM
 from zckpt.plan.lineage import Lineage, Use
 from zckpt.storage.buffers import PAGE_BYTES
+from zckpt.tools.repairing.records import rank_records
+from zckpt.tools.repairing.save import refused
+from zckpt.tools.repairing.tables import Tables, compute_tables, differences, in_a_row
+from zckpt.tools.validating.check import ValidationShare, check_checkpoint
 from zckpt.transfer.staging import host_pool
 from zckpt.transfer.tasks import run_tasks
 from zckpt.version import __version__
@@ -38,12 +32,12 @@ from zckpt.version import __version__
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from zckpt.checkpoint.listing.rebuild import FoundFile
+    from zckpt.checkpoint.listing.digest_tables import FoundFile
     from zckpt.checkpoint.listing.salvage import FoundSave
-    from zckpt.checkpoint.validation.report import Finding
     from zckpt.format.manifest import Manifest
     from zckpt.storage.buffers import Bytes
     from zckpt.storage.contract import Reader, Store
+    from zckpt.tools.validating.report import Finding
     from zckpt.transfer.budget import Budget
 
 
@@ -72,8 +66,7 @@ def rebuild_from(store: Store, save: FoundSave, old: Manifest | None, budget: Bu
         old_tables = read_tables(reader, save.save_id, save.files)
         block_bytes, placed = _placed(save, old_tables, old)
         first = {
-            rank: placed[rank] or rebuild.in_a_row(files_of_rank, block_bytes)
-            for rank, files_of_rank in save.files.items()
+            rank: placed[rank] or in_a_row(files_of_rank, block_bytes) for rank, files_of_rank in save.files.items()
         }
         places = Tables(save.files, block_bytes, first)
         all_computed = compute_tables(reader, places, budget)
@@ -96,8 +89,8 @@ def rebuild_from(store: Store, save: FoundSave, old: Manifest | None, budget: Bu
         else catalog.SaveMetadata(old.step, block_bytes, old.aliases, old.state, {**old.writer, **writer})
     )
     try:
-        rank_records = rebuild.rank_records(save.files, first, tables, block_bytes)
-        manifest, index = catalog.catalog(rank_records, save.save_id, metadata)
+        records = rank_records(save.files, first, tables, block_bytes)
+        manifest, index = catalog.catalog(records, save.save_id, metadata)
     except (FormatError, RankError) as error:
         raise refused(store, [str(error)], "a file is missing or not the one that was written: restore it") from error
     files = {names.digests_path(save.save_id, rank): table for rank, table in tables.items()}

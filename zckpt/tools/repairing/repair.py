@@ -10,7 +10,6 @@ from zckpt.checkpoint.listing.doubt import refuse_doubt
 from zckpt.checkpoint.listing.find import manifest_of, open_contents
 from zckpt.checkpoint.listing.leftovers import may_be_named
 from zckpt.checkpoint.listing.runs import names_at, not_a_checkpoint
-from zckpt.checkpoint.listing.salvage import refused, the_save
 from zckpt.checkpoint.writing.removal import remove
 from zckpt.errors import (
     CheckpointExistsError,
@@ -32,6 +31,7 @@ from zckpt.tools.repairing.rebuilt import (
     rebuild_from,
     structure_findings,
 )
+from zckpt.tools.repairing.save import refused, the_save
 from zckpt.transfer.budget import Budget, budget_or_default
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from importlib.metadata import PackageNotFoundError, distribution
 from importlib.resources import files
 from typing import TYPE_CHECKING
 
-from zckpt.checkpoint.validation.report import WHAT
 from zckpt.errors import UnsupportedError, printable
+from zckpt.tools.validating.report import WHAT
 from zckpt.version import __version__
 
 if TYPE_CHECKING:

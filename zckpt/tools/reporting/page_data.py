@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
     from zckpt.checkpoint.listing.contents import Holders, TensorInfo
     from zckpt.checkpoint.reading.loader import Loader
-    from zckpt.checkpoint.validation.report import Report
     from zckpt.tools.comparing.report import StateDifference
     from zckpt.tools.reporting.values import TensorStatistics, ValuesByKey
     from zckpt.tools.summary import CheckpointSummary
+    from zckpt.tools.validating.report import Report
 
 _LAYER = re.compile(r".*?\.\d+(?=\.)|\d+(?=\.)")
 """Matches the beginning of a name up to its first component that is a number."""

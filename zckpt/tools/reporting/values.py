@@ -17,9 +17,9 @@ import torch
 
 from zckpt.checkpoint.reading.loader import ReadRequest
 from zckpt.errors import FormatError
-from zckpt.plan.share import batches
 from zckpt.progress import Progress, reported
 from zckpt.tools.comparing.tensors import Pair, unequal
+from zckpt.tools.share import batches
 from zckpt.tools.statistics import (
     AT_ONCE,
     BATCH_STRETCHES_MAX,

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from zckpt.checkpoint.listing.find import advised, find, open_contents
 from zckpt.checkpoint.open import open_store_loader
-from zckpt.checkpoint.validate import validate
-from zckpt.checkpoint.validation.report import LEVELS, Finding, Level, Report, in_order
 from zckpt.errors import FormatError
 from zckpt.ranks.collectives import Ranks, check_equal
 from zckpt.storage.schemes import open_store
@@ -20,6 +18,8 @@ from zckpt.tools.reporting.page import find_libraries, render
 from zckpt.tools.reporting.page_data import gather
 from zckpt.tools.reporting.values import joined, look
 from zckpt.tools.summary import CheckpointSummary, summary
+from zckpt.tools.validating.report import LEVELS, Finding, Level, Report, in_order
+from zckpt.tools.validating.validate import validate
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

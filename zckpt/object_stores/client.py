@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 from zckpt.errors import StorageError, UnsupportedError
-from zckpt.storage.object_errors import hint_of, without_secrets
+from zckpt.object_stores.errors import hint_of, without_secrets
 
 TIMEOUT_SECONDS, CONNECT_SECONDS = 60, 10
 """How long one request may take, and how long a connection may take to be made, in seconds."""

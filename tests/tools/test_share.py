@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zckpt.plan.share import batches, shared_out
+from zckpt.tools.share import batches, shared_out
 
 
 @pytest.mark.parametrize(

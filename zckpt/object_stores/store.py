@@ -16,10 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from zckpt.errors import MissingFileError, StorageError, UnsupportedError
 from zckpt.format import names
 from zckpt.format.rules import broken
-from zckpt.progress import logger
-from zckpt.storage.buffers import scatter
-from zckpt.storage.contract import ANYTHING, Entry, IOCount, Store, UnfinishedUpload
-from zckpt.storage.object_client import (
+from zckpt.object_stores.client import (
     CONNECT_SECONDS,
     RETRY_SECONDS,
     TIMEOUT_SECONDS,
@@ -27,17 +24,20 @@ from zckpt.storage.object_client import (
     endpoint,
     load_obstore,
 )
-from zckpt.storage.object_errors import NO_BUCKET, PAST_THE_END, REFUSED, Errors, without_secrets
-from zckpt.storage.object_writer import ObjectWriter
+from zckpt.object_stores.errors import NO_BUCKET, PAST_THE_END, REFUSED, Errors, without_secrets
+from zckpt.object_stores.writer import ObjectWriter
+from zckpt.progress import logger
+from zckpt.storage.buffers import scatter
+from zckpt.storage.contract import ANYTHING, Entry, IOCount, Store, UnfinishedUpload
 from zckpt.system.waits import bounded_wait
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from zckpt.object_stores.client import Client
     from zckpt.storage.buffers import Bytes
     from zckpt.storage.contract import Condition
     from zckpt.storage.location import Location
-    from zckpt.storage.object_client import Client
 
 REQUESTS_IN_FLIGHT = 16
 """How many requests for data are made at a time."""

@@ -313,10 +313,7 @@ class _Connected:
         self, received: torch.Tensor, sent: torch.Tensor, received_bytes: Sequence[int], sent_bytes: Sequence[int]
     ) -> _Work:
         own, others = self._number, [number for number in range(self._hub.size) if number != self._number]
-        outputs, inputs = (
-            tensor.split([*sizes])  # type: ignore[no-untyped-call]
-            for tensor, sizes in ((received, received_bytes), (sent, sent_bytes))
-        )
+        outputs, inputs = (tensor.split([*sizes]) for tensor, sizes in ((received, received_bytes), (sent, sent_bytes)))
         outputs[own].copy_(inputs[own])
         return self._exchange({other: inputs[other] for other in others}, {other: outputs[other] for other in others})
 

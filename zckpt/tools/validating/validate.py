@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 from zckpt.checkpoint.listing.find import find, manifest_of, open_contents
 from zckpt.checkpoint.restoring.machines import look_for_spread
 from zckpt.checkpoint.restoring.peers import Peers
-from zckpt.checkpoint.validation.check import ValidationShare, check_checkpoint
-from zckpt.checkpoint.validation.report import LEVELS, Finding, Level, Report, in_order
 from zckpt.errors import CheckpointNotFoundError, FormatError, UnfinishedWriteError
 from zckpt.format import names
 from zckpt.ranks.collectives import Ranks, check_arguments, comparable
 from zckpt.storage.location import Location
 from zckpt.storage.schemes import open_store
+from zckpt.tools.validating.check import ValidationShare, check_checkpoint
+from zckpt.tools.validating.report import LEVELS, Finding, Level, Report, in_order
 from zckpt.transfer.budget import Budget, budget_or_default
 
 if TYPE_CHECKING:
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
     from zckpt.checkpoint.listing.contents import Contents
     from zckpt.checkpoint.restoring.machines import Spread
-    from zckpt.checkpoint.validation.values import ValueChecks
     from zckpt.progress import Progress
     from zckpt.storage.contract import Store
     from zckpt.storage.location import StrPath
+    from zckpt.tools.validating.values import ValueChecks
 
 
 def validate(
@@ -186,7 +186,7 @@ def _report(path: str, level: Level, checked: _Checked) -> Report:
 
 def _added(packed: Sequence[bytes]) -> ValueChecks:
     """Returns what several ranks have found of the values. ``packed``: what ``ValueChecks.pack`` returned on each."""
-    from zckpt.checkpoint.validation.values import (
+    from zckpt.tools.validating.values import (
         ValueChecks,  # imported late, because only the level "deep" has values
     )
 

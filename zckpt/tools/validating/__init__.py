@@ -7,7 +7,7 @@ itself. In this table, ``listing`` is the folder ``zckpt/checkpoint/listing``, a
 | --- | --- | --- |
 | M001 to M015, N001 to N004, S003 of the manifest | ``format/manifest.py`` | |
 | L001 | ``format/names.py``, ``listing/runs.py`` | |
-| I001 to I007 | ``format/index.py`` | ``index_checks.py``: I001, and I007 for all pieces at once |
+| I001 to I007 | ``format/index.py`` | ``check.py``: I001, and I007 for all pieces at once |
 | F001 to F003 | the store's reader, ``listing/contents.py`` | |
 | S001 to S008 | ``format/data_file.py`` | ``file_checks.py``: S007, the zeros of S008 |
 | D001, D002 | ``listing/contents.py``, ``transfer/read.py`` | ``file_checks.py``: the places of digests in a table |

@@ -16,10 +16,10 @@ import zckpt
 from tests.support.memory import peak_growth
 from tests.support.states import write_state
 from zckpt.checkpoint.open import open_loader
-from zckpt.checkpoint.validation.check import ValidationShare
-from zckpt.checkpoint.validation.report import LEVELS, Observation
-from zckpt.checkpoint.validation.values import ValueChecks
 from zckpt.cli import main
+from zckpt.tools.validating.check import ValidationShare
+from zckpt.tools.validating.report import LEVELS, Observation
+from zckpt.tools.validating.values import ValueChecks
 
 if TYPE_CHECKING:
     from tests.support.cluster import Cluster
@@ -213,7 +213,7 @@ def test_ranks_share_the_work_and_each_gets_the_report(cluster: Cluster, tmp_pat
     for report, _ in cluster.run(together, 2, str(path), init=True):
         rules = [(entry["rule"], entry["key"]) for entry in json.loads(report)["findings"]]
         assert rules == [("D003", "exp_avg_sq/a"), ("D003", "exp_avg_sq/b")]
-    path = Path(__file__).parents[2] / "broken" / "T001-key"  # The tree that all ranks share is damaged.
+    path = Path(__file__).parents[1] / "broken" / "T001-key"  # The tree that all ranks share is damaged.
     for report, _ in cluster.run(together, 2, str(path), init=True):
         assert [entry["rule"] for entry in json.loads(report)["findings"]] == ["T001"]
 

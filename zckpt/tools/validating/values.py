@@ -12,8 +12,8 @@ import msgpack
 import numpy as np
 import torch
 
-from zckpt.checkpoint.validation.report import Observation
 from zckpt.plan.inventory import MASTER, PARAM, STATE
+from zckpt.tools.validating.report import Observation
 from zckpt.transfer.torch_dtypes import TORCH_DTYPES
 
 if TYPE_CHECKING:

@@ -9,19 +9,19 @@ from functools import partial
 from itertools import islice, repeat
 from typing import TYPE_CHECKING
 
-from zckpt.checkpoint.validation.file_checks import DataChecks, check_files
-from zckpt.checkpoint.validation.index_checks import check_index
-from zckpt.checkpoint.validation.report import Finding, failures
+from zckpt.format.index import check_claims
 from zckpt.progress import Progress, reported
+from zckpt.tools.validating.file_checks import DataChecks, check_files
+from zckpt.tools.validating.report import Finding, failures
 from zckpt.transfer.tasks import run_tasks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from zckpt.checkpoint.listing.contents import Contents
-    from zckpt.checkpoint.validation.report import Level
     from zckpt.errors import FormatError
     from zckpt.format.manifest import Manifest
+    from zckpt.tools.validating.report import Level
     from zckpt.transfer.budget import Budget
 
 Unit = tuple[int, int, int]
@@ -90,13 +90,13 @@ def check_checkpoint(
 
     if not units:
         return [], b"", 0
-    errors, sound = check_index(contents)
+    errors, sound = _check_index(contents)
     note(errors)
     budget_of_reads, values, data = budget.serving(contents.store), None, None
     with reported(progress, "validate", _data_bytes(manifest, units) if with_data else 0) as advance:
         if with_data:
             from zckpt.checkpoint.reading.loader import Loader
-            from zckpt.checkpoint.validation.values import ValueChecks, derived_weights
+            from zckpt.tools.validating.values import ValueChecks, derived_weights
             from zckpt.transfer.staging import host_pool
 
             values = ValueChecks(derived_weights(contents) if sound else {}) if level == "deep" else None
@@ -125,6 +125,17 @@ def check_checkpoint(
             shared = [lambda: checkpoint.state] if 0 in checked else []  # Its tensors are in the files of rank 0.
             note(failures(*(partial(checkpoint.rank_state, rank) for rank in checked), *shared))
     return findings, b"" if values is None else values.pack(), contents.reader.count.bytes_read - before
+
+
+def _check_index(contents: Contents) -> tuple[list[FormatError], bool]:
+    """Returns the rules (I001 to I007) that the index breaks, and whether the pieces that it lists can be used."""
+    errors = failures(contents.check_index_length)
+    damaged = failures(*(partial(contents.chunk, number) for number in range(len(contents.manifest.chunks))))
+    if damaged:
+        return [*errors, *damaged], False
+    claims = ((pieces.file, pieces.nbytes) for pieces in contents.pieces_of_parts(contents.all_rows))
+    wrong = failures(partial(check_claims, contents.manifest, claims))
+    return [*errors, *wrong], not wrong
 
 
 def _data_bytes(manifest: Manifest, units: Iterable[Unit]) -> int:

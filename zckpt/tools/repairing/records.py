@@ -1,70 +1,25 @@
-"""Makes the records of the ranks again from the headers of a checkpoint's data files, for a repair."""
+"""Makes the records of the ranks again from the headers of a checkpoint's data files."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from zckpt.format.digest import DIGEST_BYTES, blocks, digest
-from zckpt.format.limits import BLOCK_BYTES_MAX, BLOCK_BYTES_MIN
+from zckpt.format.digest import digest
 from zckpt.format.names import split_piece_name
 from zckpt.format.rules import broken
 from zckpt.plan.catalog import FileRecord, Kind, PieceColumns, RankRecord, Tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
-    from zckpt.format.data_file import Header, HeaderEntry
+    from zckpt.checkpoint.listing.digest_tables import FoundFile
+    from zckpt.format.data_file import HeaderEntry
 
 _Copies = dict[tuple[str, str, int, int, int], int]
 """The copy that a piece belongs to, by part, name, rank, tier and first element."""
-
-
-@dataclass(frozen=True, slots=True)
-class FoundFile:
-    """A data file whose header is sound. ``raw`` is the header as bytes. ``nbytes`` is the size of the file in
-    bytes."""
-
-    header: Header
-    raw: bytes
-    nbytes: int
-
-
-def fit_table(files: Sequence[FoundFile], table: bytes, block_bytes: int) -> list[int] | None:
-    """Returns the number of the first digest of each file in the digest table of its rank. Returns None if the files do
-    not fill the table without a gap. The place of a file in the table is found by the digests of its header."""
-    first_blocks = []
-    for file in files:
-        digests = [digest(file.raw[start:stop]) for _, start, stop in blocks(0, len(file.raw), 0, block_bytes)]
-        at = table.find(b"".join(digests))
-        while at % DIGEST_BYTES and at >= 0:
-            at = table.find(b"".join(digests), at + 1)
-        first_blocks.append(at // DIGEST_BYTES)
-    stop = 0
-    for first, file in sorted(zip(first_blocks, files, strict=True), key=lambda pair: pair[0]):
-        if first != stop:
-            return None
-        stop += file.header.first_blocks(block_bytes)[-1]
-    return first_blocks if stop * DIGEST_BYTES == len(table) else None
-
-
-def in_a_row(files: Sequence[FoundFile], block_bytes: int) -> list[int]:
-    """Returns the numbers of the first digests of files whose digests follow one another in a new digest table."""
-    sizes = [file.header.first_blocks(block_bytes)[-1] for file in files]
-    return [sum(sizes[:i]) for i in range(len(files))]
-
-
-def block_sizes(usual: int) -> Iterator[int]:
-    """Yields the sizes of a block in bytes that the checkpoint may have, ``usual`` first, because it is the most
-    likely."""
-    yield usual
-    size = BLOCK_BYTES_MIN
-    while size <= BLOCK_BYTES_MAX:
-        yield size
-        size *= 2
 
 
 def rank_records(

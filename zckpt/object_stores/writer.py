@@ -15,8 +15,8 @@ import numpy as np
 from zckpt.errors import StorageError, from_os_error
 
 if TYPE_CHECKING:
+    from zckpt.object_stores.store import ObjectStore
     from zckpt.storage.buffers import Bytes
-    from zckpt.storage.object_store import ObjectStore
 
 PART_BYTES = 8 << 20
 """The size in bytes of the parts in which a large file is uploaded, if they are not too many."""

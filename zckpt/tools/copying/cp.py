@@ -8,7 +8,7 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from zckpt.checkpoint.copying.copy import Copy
-from zckpt.checkpoint.copying.files import SelectedTensors
+from zckpt.checkpoint.copying.files import TABLE, Copied
 from zckpt.checkpoint.listing.contents import Contents
 from zckpt.checkpoint.listing.find import advised, find
 from zckpt.checkpoint.listing.runs import decode_manifest, manifest_bytes
@@ -22,8 +22,13 @@ from zckpt.ranks.collectives import Ranks, check_arguments, check_equal, compara
 from zckpt.storage.location import Location
 from zckpt.storage.lock import WriteLock
 from zckpt.storage.schemes import open_store
+from zckpt.tools.copying.selected import SelectedTensors
+from zckpt.tools.share import shared_out
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from zckpt.format.manifest import Manifest
     from zckpt.plan.select import Keys
     from zckpt.progress import Progress
     from zckpt.storage.location import StrPath
@@ -89,7 +94,7 @@ def cp(
     """
     ranks = Ranks(call="zckpt.cp")
     copies: list[Copy] = []
-    rank_records: list[bytes] = []
+    records: list[bytes] = []
     digests: list[tuple[int, bytes]] = []
     """What rank 0 needs of all ranks to begin and to commit the copy. Both lists are empty on other ranks."""
 
@@ -109,11 +114,15 @@ def cp(
         selected_keys = None if keys is None else list(contents.select(keys))
         if selected_keys == []:
             raise KeyNotFoundError("no key is given, so the copy would have no tensor", hint="keys=None copies all")
+        if selected_keys is None:
+            copied = Copied.of(contents, raw)
+        else:
+            copied = SelectedTensors.with_keys(contents, raw, selected_keys)
+        files_of_rank = _own_files(contents.manifest, copied.file_bytes, ranks.rank, ranks.size)
         copy = Copy(
-            contents=contents, manifest=raw, save_id=contents.manifest.save_id, target=target,
-            selection=None if selected_keys is None else SelectedTensors.of(contents, selected_keys),
-            number=ranks.rank, size=ranks.size, verify=verify, options=options,
-            shared_with=origin.location if share and spread is None else None,
+            copied=copied, files_of_rank=files_of_rank, save_id=contents.manifest.save_id, target=target,
+            verify=verify, options=options,
+            shared_with=origin.location if share and spread is None and selected_keys is None else None,
         )  # fmt: skip
         copies.append(copy)
         return digest(raw + repr(selected_keys).encode(errors="backslashreplace"))
@@ -131,14 +140,33 @@ def cp(
             ranks.decide(prepare, partial(check_equal, what="checkpoints, or keys"), "open the checkpoint")
             (copy,) = copies
             lock = WriteLock(target, copied=copy.save_id)
-            if copy.selection is not None:
+            if keys is not None:
                 copy.save_id = ranks.first(lambda: lock.save_id, "plan the copy")
             try:
-                ranks.decide(copy.rank_records, lambda of_ranks: rank_records.extend(chain(*of_ranks)), "plan the copy")
-                space = ranks.first(lambda: copy.begin(lock, rank_records), "begin the copy")
+                ranks.decide(copy.records, lambda of_ranks: records.extend(chain(*of_ranks)), "plan the copy")
+                space = ranks.first(lambda: copy.begin(lock, records), "begin the copy")
                 ranks.together(lambda: join(target, copy.save_id, ranks.rank, 0, space), "begin the copy")
                 ranks.decide(copy.write, lambda of_ranks: digests.extend(chain(*of_ranks)), "copy")
                 ranks.first(lambda: copy.commit(digests), "commit")
             finally:
                 copy.remove()
     return str(target.location)
+
+
+def _own_files(
+    manifest: Manifest, file_bytes: Mapping[int, int], process: int, processes: int
+) -> dict[int, frozenset[int]]:
+    """Returns the numbers of the files that one of several processes copies, by the ranks of the checkpoint to which
+    the files belong. The numbers contain ``TABLE`` if the process writes the rank's digest table. All processes copy
+    about the same number of bytes. Each file is copied by one process, because network file systems lose bytes if
+    several processes write parts of one page. ``file_bytes``: the number of bytes that are copied of each file.
+    ``process`` and ``processes``: the number of the process, and the number of processes."""
+    tables = ((rank, TABLE, 1) for rank in range(manifest.world_size))
+    files = ((manifest.files.rank[number], number, nbytes) for number, nbytes in file_bytes.items())
+    everything = sorted([*tables, *files])
+    numbers_of_rank: dict[int, list[int]] = {}
+    owners = shared_out([nbytes for *_, nbytes in everything], processes)
+    for (rank, number, _), owner in zip(everything, owners, strict=True):
+        if owner == process:
+            numbers_of_rank.setdefault(rank, []).append(number)
+    return {rank: frozenset(numbers) for rank, numbers in numbers_of_rank.items()}

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from zckpt.checkpoint.validation.report import failures
 from zckpt.errors import FormatError
 from zckpt.format.data_file import decode_header
 from zckpt.format.digest import DIGEST_BYTES, blocks, check_block
@@ -17,12 +16,12 @@ from zckpt.format.rules import broken
 from zckpt.geometry import Span
 from zckpt.plan.reads import plan_reads
 from zckpt.plan.reshard import entry_ranges
+from zckpt.tools.validating.report import failures
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from zckpt.checkpoint.listing.contents import Contents
-    from zckpt.checkpoint.validation.values import ValueChecks
     from zckpt.format.data_file import Header, HeaderEntry
     from zckpt.format.digest import ReadFile
     from zckpt.format.manifest import Manifest
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from zckpt.plan.reads import ReadOp
     from zckpt.plan.reshard import FilePieces
     from zckpt.storage.buffers import Bytes
+    from zckpt.tools.validating.values import ValueChecks
     from zckpt.transfer.staging import StagingPool
 
 _Piece = tuple[str, str, "Grid", int, int]

@@ -1,0 +1,1 @@
+"""The stores for object stores and web servers, which ``zckpt.storage.schemes`` names."""
