@@ -58,11 +58,30 @@ def test_small_tensors_that_are_adjacent_in_a_file_are_adjacent_in_memory() -> N
         tensor.fill_(number % 200)
     assert all((tensor == number % 200).all() for number, tensor in enumerate(tensors))
 
-    equal = fresh_tensors([(5000,)] * 200, [torch.float32] * 200, torch.device("cpu"), range(4096, 4004096, 20000))
+    equal = fresh_tensors([(5000,)] * 500, [torch.float32] * 500, torch.device("cpu"), range(4096, 10004096, 20000))
     addresses = np.array([tensor.data_ptr() for tensor in equal])
     apart = np.flatnonzero(np.diff(addresses) != 20000)
-    assert len(apart) == 200 * 20000 // SHARED_BYTES
-    assert (addresses[apart + 1] % PAGE_BYTES == (4096 + (apart + 1) * 20000) % PAGE_BYTES).all()
+    assert len(apart) == 500 * 20000 // SHARED_BYTES
+    assert (addresses[apart + 1] % HUGE_PAGE_BYTES == (4096 + (apart + 1) * 20000) % PAGE_BYTES).all()
+
+
+@pytest.mark.linux
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_small_tensor_that_is_kept_keeps_little_memory(dtype: torch.dtype) -> None:
+    numel, count = 20000 // dtype.itemsize, 32 * MIB // 20000
+    before = huge_and_all_bytes()[1]
+    tensors = fresh_tensors([(numel,)] * count, [dtype] * count, torch.device("cpu"), range(0, 20000 * count, 20000))
+    for tensor in tensors:
+        tensor.fill_(1)
+    assert huge_and_all_bytes()[1] - before > 31 * MIB
+    kept = tensors[count // 2]
+    del tensors, tensor
+    assert huge_and_all_bytes()[1] - before < 2 * SHARED_BYTES
+    assert (kept == 1).all()
+    another = fresh_tensors([(numel,)] * count, [dtype] * count, torch.device("cpu"), [0] * count)
+    for tensor in another:
+        tensor.fill_(2)
+    assert (kept == 1).all()
 
 
 def test_a_tensor_without_dimensions_has_one_element() -> None:

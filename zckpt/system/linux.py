@@ -30,7 +30,7 @@ CACHESTAT = 451
 """The number of the system call cachestat(2). It is the same on every processor that torch supports."""
 FICLONERANGE = 0x4020940D
 """The request number of ioctl_ficlonerange(2)."""
-MADV_FREE, MADV_HUGEPAGE = 8, 14
+MADV_DONTNEED, MADV_FREE, MADV_HUGEPAGE = 4, 8, 14
 """Advice for madvise(2)."""
 HUGE_PAGE_BYTES = 2 << 20
 """The size of a huge page on most machines."""
@@ -175,6 +175,12 @@ def free_lazily(address: int, nbytes: int) -> None:
     """Tells the system that the content of this memory, which is private to this process, is not needed any more. The
     system takes the memory when it runs short. Memory that it does not take stays as fast to write to as before."""
     _advise(address, nbytes, MADV_FREE)
+
+
+def free(address: int, nbytes: int) -> None:
+    """Gives the whole pages of this memory, which is private to this process, back to the system. Their content is
+    lost. Nothing may use the memory any more, except for a later allocation."""
+    _advise(address, nbytes, MADV_DONTNEED)
 
 
 def ask_for_huge_pages(address: int, nbytes: int) -> None:

@@ -6,9 +6,10 @@ from __future__ import annotations
 import math
 import mmap
 import sys
+import weakref
 from contextlib import suppress
 from functools import cache
-from itertools import repeat
+from itertools import pairwise, repeat
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -25,13 +26,14 @@ from zckpt.transfer.host_memory import HostMemory
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from zckpt.geometry import Ints
     from zckpt.plan.inventory import Fragment
     from zckpt.plan.reads import Copies, StridedCopy
     from zckpt.storage.buffers import Bytes
 
-SHARED_BYTES = 1 << 20
-"""About how many bytes of new small tensors share memory. If it were more, one tensor that is kept could keep more
-memory in use. From ``HUGE_BYTES_MIN`` on, a load of small tensors takes more of the processor's time."""
+SHARED_BYTES = linux.HUGE_PAGE_BYTES
+"""The most bytes of new small tensors that share memory. If it were more, one tensor that is kept could keep more
+memory in use. If it were less, they could not fill a huge page."""
 PLAIN_CLASSES = frozenset({torch.Tensor, torch.nn.Parameter})
 """The classes of initialized tensors that have no operations of their own."""
 TENSOR_ALIGNMENT_BYTES = 64
@@ -50,12 +52,12 @@ def fresh_tensors(
     shapes: Sequence[Sequence[int]],
     dtypes: Sequence[torch.dtype],
     device: torch.device,
-    file_offsets: Sequence[int],
+    file_offsets: Sequence[int] | Ints,
 ) -> list[torch.Tensor]:
     """Returns uninitialised contiguous tensors, each with a storage of its own. Raises DeviceError if the device has
     too little memory, and MemoryError if the host has.
 
-    In host memory, tensors of fewer than ``STRAIGHT_BYTES_MIN`` bytes that follow each other share rooms of about
+    In host memory, tensors of fewer than ``STRAIGHT_BYTES_MIN`` bytes that follow each other share rooms of up to
     ``SHARED_BYTES`` bytes. A room goes back to the system when the last of its tensors is gone. A larger tensor has a
     room of its own. The address of a room has the same remainder, divided by the size of a page, as the file offset of
     its first tensor, unless its elements would then not be aligned. The others are as far from it as in the file, if
@@ -63,8 +65,8 @@ def fresh_tensors(
     ones at once.
 
     A room of ``HUGE_BYTES_MIN`` bytes or more is memory of its own from the system, and begins in the first small page
-    of a huge page. malloc could return memory that was used before, and that is not in huge pages. A disk of a virtual
-    machine reads into small pages more slowly.
+    of a huge page. So does each room of small tensors if several rooms follow each other. malloc could return memory
+    that was used before, and that is not in huge pages. A disk of a virtual machine reads into small pages more slowly.
     """
     if device.type != "cpu":
         return [device_memory(shape, dtype, device) for shape, dtype in zip(shapes, dtypes, strict=True)]
@@ -76,24 +78,46 @@ def fresh_tensors(
     place = np.zeros_like(nbytes)
     place[1:] = np.cumsum(nbytes[:-1] + (np.diff(within) - nbytes[:-1]) % TENSOR_ALIGNMENT_BYTES)
     is_large = nbytes >= STRAIGHT_BYTES_MIN
-    begins = is_large.copy()  # which tensors are the first ones of a room
-    begins[1:] |= is_large[:-1] | (np.diff(place // SHARED_BYTES) > 0)
+    begins = is_large.copy()  # where rooms begin that cannot share a mapping with the room before
+    begins[1:] |= is_large[:-1]
     tensors: list[torch.Tensor] = []
     for first, stop in runs_of_equal(np.cumsum(begins)):
         if stop - first == 1 and not is_large[first]:
             tensors.append(torch.empty(shapes[first], dtype=dtypes[first], device="cpu"))
             continue
-        room = _room(int(place[stop - 1] + nbytes[stop - 1] - place[first]), int(within[first]))
-        starts = (place[first:stop] - place[first]).tolist()
-        tensors += map(_tensor_in, repeat(room), starts, shapes[first:stop], dtypes[first:stop])
+        ends, bounds = (place + nbytes)[:stop], [first]
+        while bounds[-1] < stop:
+            fits = ends.searchsorted(place[bounds[-1]] + SHARED_BYTES - within[bounds[-1]], "right")
+            bounds.append(max(int(fits), bounds[-1] + 1))
+        lasts = np.array(bounds[1:]) - 1
+        rooms = _rooms((ends[lasts] - place[bounds[:-1]]).tolist(), within[bounds[:-1]].tolist())
+        for room, (one, end) in zip(rooms, pairwise(bounds), strict=True):
+            starts = (place[one:end] - place[one]).tolist()
+            tensors += map(_tensor_in, repeat(room), starts, shapes[one:end], dtypes[one:end])
     return tensors
+
+
+def _rooms(nbytes: Sequence[int], within: Sequence[int]) -> list[Bytes]:
+    """Returns what ``_room`` does for each of these sizes. Several rooms lie in one mapping of memory, in a huge page
+    each."""
+    if len(nbytes) == 1:
+        return [_room(nbytes[0], within[0])]
+    huge = linux.HUGE_PAGE_BYTES
+    mapped = _room((len(nbytes) - 1) * huge + within[-1] + nbytes[-1], 0)
+    rooms = []
+    for number, (first, size) in enumerate(zip(within, nbytes, strict=True)):
+        # numpy would let the views of a mere slice refer to ``mapped`` instead of the slice.
+        room: Bytes = np.asarray(memoryview(mapped[number * huge + first :][:size]))
+        page = mapped[number * huge :][:huge]
+        weakref.finalize(room, linux.free, page.ctypes.data, page.nbytes).atexit = False
+        rooms.append(room)
+    return rooms
 
 
 def _tensor_in(room: Bytes, start: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Returns a tensor whose elements begin at byte ``start`` of ``room``. ``torch.save`` writes the whole storage of a
     tensor, so the storage has the bytes of the tensor and no others."""
-    stored_as = _numpy_dtype(dtype)
-    tensor = torch.from_numpy(np.ndarray(shape, stored_as, room, start))
+    tensor = torch.from_numpy(np.ndarray(shape, _numpy_dtype(dtype), room, start))
     return tensor if tensor.dtype == dtype else tensor.view(dtype)
 
 
