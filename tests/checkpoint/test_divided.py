@@ -161,14 +161,14 @@ def test_reads_in_another_order_are_planned_in_batches(written: Written) -> None
     checkpoint = open_loader(written.path)
     with (
         mock.patch.object(reading, "PLANNED_PIECES", 64),
-        mock.patch.object(checkpoint, "_read", wraps=checkpoint._read) as read,
+        mock.patch.object(checkpoint, "_plan", wraps=checkpoint._plan) as planned,
     ):
         assert same_all(Checkpoint(checkpoint).load(), written.full)
-    batches = [call.args[0] for call in read.call_args_list]
-    assert [request.info.key for batch in batches for request in batch] == list(checkpoint.contents)
+    batches = [call.args[0] for call in planned.call_args_list]
+    assert [key for batch in batches for key in batch.tensors.keys] == list(checkpoint.contents)
     for batch in batches:
-        counts = [row_count(request.span, checkpoint.contents.grid(request.info)) for request in batch]
-        assert len(batch) == 1 or sum(counts) <= 64
+        counts = list(map(row_count, batch.spans, batch.tensors.grids))
+        assert len(counts) == 1 or sum(counts) <= 64
 
 
 def test_ranges_with_long_gaps_between_them_are_planned_in_batches(tmp_path: Path) -> None:
@@ -184,9 +184,9 @@ def test_ranges_with_long_gaps_between_them_are_planned_in_batches(tmp_path: Pat
             requests.append(reading.ReadRequest(info, span, torch.empty(shape)))
         with (
             mock.patch.object(reading, "PLANNED_PIECES", 32),
-            mock.patch.object(checkpoint, "_read", wraps=checkpoint._read) as read,
+            mock.patch.object(checkpoint, "_plan", wraps=checkpoint._plan) as planned,
         ):
             checkpoint.read(requests, verify=verify)
-        assert len(read.call_args_list) == count
+        assert len(planned.call_args_list) == count
         for request, value in zip(requests, values, strict=True):
             assert torch.equal(request.target, value[:, 5:9])

@@ -242,13 +242,16 @@ class Manifest:
         return []
 
     def grid(self, part_id: int, row: int) -> Grid:
-        """Returns the grid of the tensor in a row of a part. Tensors with the same one share one object."""
+        """Returns the grid of the tensor in a row of a part."""
         part = self.parts[part_id]
-        ids = part.shape_ids[row], part.grid_ids[row]
-        grid = self._grids.get(ids)
+        return self.grid_of(part.shape_ids[row], part.grid_ids[row])
+
+    def grid_of(self, shape_id: int, grid_id: int) -> Grid:
+        """Returns the grid of the tensors with these ids. They share one object."""
+        grid = self._grids.get((shape_id, grid_id))
         if grid is None:
-            shape, sections = self.shapes[ids[0]], self.grids[ids[1]]
-            grid = self._grids[ids] = Grid(shape, sections) if sections else all_of(shape).grid
+            shape, sections = self.shapes[shape_id], self.grids[grid_id]
+            grid = self._grids[shape_id, grid_id] = Grid(shape, sections) if sections else all_of(shape).grid
         return grid
 
     @cached_property

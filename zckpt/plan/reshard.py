@@ -155,7 +155,7 @@ def choose_copies(row: Ints, copy: Ints, holder: Ints, rank: int | None) -> Ints
 
 
 def piece_ranges(
-    stored: StoredPieces, grids: Sequence[Grid], wanted: Iterable[Wanted], item_bytes: Sequence[int]
+    stored: StoredPieces, grids: Sequence[Grid], wanted: Iterable[Wanted], item_bytes: Sequence[int] | Ints
 ) -> PieceRanges:
     """Finds where the elements that are ``wanted`` are stored. ``grids`` has the grid of the tensor of each request, in
     whose order the tensor is stored, and ``item_bytes`` the size in bytes of an element of each request."""

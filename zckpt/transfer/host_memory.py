@@ -49,6 +49,14 @@ def memory(address: int, nbytes: int) -> memoryview:
     return _ALL_VIEW[address - PAGE_BYTES : address - PAGE_BYTES + nbytes]
 
 
+def memories(address: Ints, nbytes: Ints) -> list[memoryview]:
+    """Returns what ``memory`` does for each of several ranges."""
+    if (address < PAGE_BYTES).any():
+        raise ValueError(f"there is no memory at the address {address.min()}")
+    start = address - PAGE_BYTES
+    return [_ALL_VIEW[first:stop] for first, stop in zip(start.tolist(), (start + nbytes).tolist(), strict=True)]
+
+
 def copy_to(address: int, staged: Bytes | memoryview) -> None:
     """Copies ``staged`` to host memory at ``address``. Other threads of Python can run during a long copy. During a
     short one they cannot, because taking turns would take longer than the copy."""

@@ -32,7 +32,7 @@ from zckpt.storage.buffers import PAGE_BYTES, after
 from zckpt.system.linux import processors
 from zckpt.system.threads import Countdown
 from zckpt.transfer.devices import synchronize
-from zckpt.transfer.host_memory import copy_to, memory
+from zckpt.transfer.host_memory import copy_to, memories, memory
 from zckpt.transfer.pipeline import Pipeline
 from zckpt.transfer.snapshot import Snapshot
 from zckpt.transfer.tasks import run_tasks
@@ -149,12 +149,8 @@ class _Views:
         """The number of the digest of each segment, among the digests of the file."""
         self.first_copy = list(itertools.accumulate(segments.copies.tolist(), initial=0))
         """The number of the first copy of each segment, and that of the copy after the last one."""
-        self.memory: list[Bytes | memoryview] = [
-            self.room[place : place + nbytes] if address < 0 else memory(address, nbytes)
-            for place, nbytes, address in zip(
-                self.place.tolist(), segments.nbytes.tolist(), self.address.tolist(), strict=True
-            )
-        ]
+        self.memory = memories(np.where(self.address < 0, stage.address + self.place, self.address), segments.nbytes)
+        """The memory of each segment."""
 
     def portions(self, nbytes: int) -> Iterator[slice]:
         """Groups consecutive segments into portions of at most ``nbytes`` bytes, or of one segment that is larger.

@@ -11,6 +11,7 @@ import torch
 import zckpt
 from tests.support.coded import Coded
 from tests.support.states import same, same_all, write_state
+from zckpt.checkpoint.reading import loader as reading
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -59,6 +60,32 @@ def test_a_load_in_inference_mode_is_converted_too(tmp_path: Path) -> None:
     trained = torch.nn.Parameter(torch.zeros(6, dtype=torch.float16))
     checkpoint.load(out={"master/a": trained})
     assert torch.equal(trained, torch.arange(6.0, dtype=torch.float16))
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_tensors_of_which_only_the_first_are_planned_before_the_first_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inference: bool
+) -> None:
+    monkeypatch.setattr(reading, "FIRST_TENSORS", 1)
+    dtypes = (torch.float32, torch.bfloat16, torch.int64)
+    state = {f"w{number}": torch.arange(number + 1).to(dtypes[number % 3]) for number in range(9)}
+    written = write_state(tmp_path / "c", 2, state, parts=("master",), aliases={"tied": "w7"})
+    checkpoint = zckpt.open(tmp_path / "c")
+    out = {f"master/w{number}": torch.zeros_like(state[f"w{number}"]) for number in (0, 4, 8)}
+    out["master/w5"] = torch.empty_like(state["w5"], device="meta")
+    with torch.inference_mode(inference):
+        loaded = checkpoint.load(["master/*", "master/tied"], out=out)
+    assert list(loaded) == [*checkpoint, "master/tied"]
+    for key, tensor in loaded.items():
+        value = written.full["master/w7" if key == "master/tied" else key]
+        assert tensor is out[key] if key in out else tensor.is_inference() == inference
+        assert tensor.is_meta if key == "master/w5" else same(tensor.clone(), value)
+    file = tmp_path / "c" / checkpoint["master/w0"].files[0]
+    file.write_bytes(file.read_bytes()[:-1])
+    untouched = {key: torch.full_like(value, 7) for key, value in written.full.items()}
+    with pytest.raises(zckpt.FormatError, match="F003"):
+        zckpt.open(tmp_path / "c").load(out=untouched)
+    assert all((value == 7).all() for value in untouched.values())
 
 
 def test_a_dtype_by_its_name(tmp_path: Path) -> None:

@@ -7,11 +7,11 @@ import math
 import threading
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from zckpt.format import index as index_format
 from zckpt.format import names, tree
 from zckpt.format.digest import DIGEST_BYTES, ReadFile, blocks, check_block, digest
 from zckpt.format.dtypes import ITEM_BYTES, TORCH_NAMES
-from zckpt.format.limits import DIGEST_TABLE_BYTES_MAX, TREE_BYTES_MAX
+from zckpt.format.limits import DIGEST_TABLE_BYTES_MAX, NAMES_MAX, TREE_BYTES_MAX
 from zckpt.format.names import Tier
 from zckpt.format.rules import broken
 from zckpt.geometry import ragged
@@ -34,15 +34,19 @@ from zckpt.plan.reshard import FilePieces, StoredPieces, choose_copies
 from zckpt.plan.select import Keys, nearest, select
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator
 
     import torch
+    from numpy.typing import NDArray
 
     from zckpt.format.data_file import Header
     from zckpt.format.index import Piece, Rows
     from zckpt.format.manifest import File, Manifest
     from zckpt.geometry import Grid, Ints
     from zckpt.storage.contract import Reader, Store
+
+    Copies = Sequence[int | None] | Ints
+    """The number of a copy of each of several tensors, or None where any will do. In a column, None is -1."""
 
 
 KEPT_PIECES = 1 << 22
@@ -146,6 +150,75 @@ class TensorInfo:
         return tuple(dict.fromkeys(piece.file for piece in self.pieces))
 
 
+class Tensors(Sequence[TensorInfo]):
+    """Tensors of a checkpoint, of which there may be very many. So this has only their places, as columns. It makes a
+    TensorInfo when one is asked for."""
+
+    def __init__(self, contents: Contents, part_id: Ints, row: Ints) -> None:
+        """``part_id``, ``row``: for each tensor, the position of its part in the manifest, and its row in that part."""
+        self._contents, self.part_id, self.row = contents, part_id, row
+
+    def __len__(self) -> int:
+        return len(self.row)
+
+    def __iter__(self) -> Iterator[TensorInfo]:
+        return map(self._contents._info, self.part_id.tolist(), self.row.tolist())
+
+    @overload
+    def __getitem__(self, i: int) -> TensorInfo: ...
+    @overload
+    def __getitem__(self, i: slice) -> Tensors: ...
+    def __getitem__(self, i: int | slice) -> TensorInfo | Tensors:
+        if isinstance(i, slice):
+            return self.take(i)
+        return self._contents._info(int(self.part_id[i]), int(self.row[i]))
+
+    def take(self, which: slice | Ints | NDArray[np.bool_]) -> Tensors:
+        """Returns the tensors that ``which`` selects."""
+        return Tensors(self._contents, self.part_id[which], self.row[which])
+
+    @property
+    def keys(self) -> list[str]:
+        """The key of each tensor. A tied weight has the one under which it is stored."""
+        prefixes, names = [f"{part.name}/" for part in self._manifest.parts], self._manifest.names
+        ids = self._column("name_ids")
+        return [prefixes[part] + names[name] for part, name in zip(self.part_id.tolist(), ids, strict=True)]
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """The shape of each tensor."""
+        return [*map(self._manifest.shapes.__getitem__, self._column("shape_ids"))]
+
+    @property
+    def grids(self) -> list[Grid]:
+        """The grid of each tensor. Tensors with the same one share one object."""
+        return [*map(self._manifest.grid_of, self._column("shape_ids"), self._column("grid_ids"))]
+
+    @property
+    def dtypes(self) -> list[torch.dtype]:
+        """The dtype of each tensor. Reading this attribute imports torch."""
+        return [*map(_torch_dtype, self._column("dtypes"))]
+
+    @property
+    def item_bytes(self) -> Ints:
+        """For each tensor, the size of an element in bytes."""
+        return np.array([*map(ITEM_BYTES.__getitem__, self._column("dtypes"))], np.int64)
+
+    @property
+    def nbytes(self) -> Ints:
+        """For each tensor, the size of one whole copy in bytes."""
+        return np.array([*map(math.prod, self.shapes)], np.int64) * self.item_bytes
+
+    @property
+    def _manifest(self) -> Manifest:
+        return self._contents.manifest
+
+    def _column(self, name: str) -> list[Any]:
+        """Returns what a column of the parts has for each tensor."""
+        columns = [getattr(part, name) for part in self._manifest.parts]
+        return [columns[part][row] for part, row in zip(self.part_id.tolist(), self.row.tolist(), strict=True)]
+
+
 @cache
 def _torch_dtype(name: str) -> torch.dtype:
     from zckpt.transfer.torch_dtypes import TORCH_DTYPES  # imported late, because listing tensors needs no torch
@@ -178,17 +251,24 @@ class Contents(Mapping[str, TensorInfo]):
     def __getitem__(self, key: str) -> TensorInfo:
         """Returns the tensor with this key. A tied weight is found under each of its names. Raises KeyNotFoundError,
         which names the nearest keys."""
-        info = self._by_key(key)
-        if info is None:
-            raise KeyNotFoundError(f"there is no key {key!r}", key=key, hint=nearest(list(self), key))
-        return info
+        return self._info(*self._place(key))
 
     def __contains__(self, key: object) -> bool:
         return isinstance(key, str) and self._by_key(key) is not None
 
-    def _by_key(self, key: str) -> TensorInfo | None:
+    def named(self, keys: Iterable[str]) -> Tensors:
+        """Returns the tensors with these keys. Raises what ``__getitem__`` raises."""
+        return self._at(map(self._place, keys))
+
+    def _place(self, key: str) -> tuple[int, int]:
+        place = self._by_key(key)
+        if place is None:
+            raise KeyNotFoundError(f"there is no key {key!r}", key=key, hint=nearest(list(self), key))
+        return place
+
+    def _by_key(self, key: str) -> tuple[int, int] | None:
         part, _, name = key.partition("/")
-        return None if part == STATE else self.find(part, self.manifest.aliases.get(name, name))
+        return None if part == STATE else self._find(part, self.manifest.aliases.get(name, name))
 
     def __iter__(self) -> Iterator[str]:
         for part in self.manifest.parts:
@@ -209,19 +289,34 @@ class Contents(Mapping[str, TensorInfo]):
     def select(self, keys: Keys) -> dict[str, TensorInfo]:
         """Returns the tensors that ``keys`` asks for, by key. Raises KeyNotFoundError if a key, a glob or the predicate
         matches nothing."""
+        return dict(zip(*self.chosen(keys), strict=True))
+
+    def chosen(self, keys: Keys) -> tuple[list[str], Tensors]:
+        """Returns the keys that ``keys`` asks for, and their tensors. Raises what ``select`` raises."""
         # A checkpoint may have very many keys, so they are not all listed to find one.
         if isinstance(keys, str) and keys in self:
-            return {keys: self[keys]}
-        places = {
-            key: (part_id, row)
-            for part_id, part in enumerate(self.manifest.parts)
-            if part.name != STATE
-            for row, key in enumerate(f"{part.name}/{self.manifest.names[name]}" for name in part.name_ids)
-        }
-        if not (keys is None or callable(keys) or isinstance(keys, str)):
+            return [keys], self.named([keys])
+        rows = [
+            np.empty(0, np.int64) if part.name == STATE else np.arange(len(part.name_ids))
+            for part in self.manifest.parts
+        ]
+        listed = Tensors(self, np.repeat(np.arange(len(rows)), [*map(len, rows)]), np.concatenate(rows))
+        known = listed.keys
+        if keys is None:
+            return known, listed
+        if not (callable(keys) or isinstance(keys, str)):
             keys = list(dict.fromkeys(keys))
-        chosen = select(list(places), keys, self.manifest.aliases)
-        return {key: self._info(*places[key]) if key in places else self[key] for key in chosen}
+        chosen = select(known, keys, self.manifest.aliases)
+        places = dict(zip(known, range(len(known)), strict=True))
+        numbers = [places[key] if key in places else places[self[key].key] for key in chosen]
+        return chosen, listed.take(np.array(numbers, np.int64))
+
+    def tensors(self, infos: Iterable[TensorInfo]) -> Tensors:
+        """Returns some tensors as columns."""
+        return infos if isinstance(infos, Tensors) else self._at(info._place for info in infos)
+
+    def _at(self, places: Iterable[tuple[int, int]]) -> Tensors:
+        return Tensors(self, *np.array([*places], np.int64).reshape(-1, 2).T)
 
     # The trees of non-tensor state
 
@@ -285,12 +380,17 @@ class Contents(Mapping[str, TensorInfo]):
 
     def find(self, part: str, name: str) -> TensorInfo | None:
         """Returns the tensor of this part and name, or None. The name must not be an alias of a tied weight."""
+        place = self._find(part, name)
+        return None if place is None else self._info(*place)
+
+    def _find(self, part: str, name: str) -> tuple[int, int] | None:
+        """Returns the position of the part, and the row of the tensor of this name in it, or None."""
         part_id, name_id = self.manifest.part_ids.get(part), self.manifest.name_id(name)
         if part_id is None or name_id is None:
             return None
         ids = self.manifest.parts[part_id].name_ids
         row = bisect_left(ids, name_id)
-        return self._info(part_id, row) if row < len(ids) and ids[row] == name_id else None
+        return (part_id, row) if row < len(ids) and ids[row] == name_id else None
 
     def _info(self, part_id: int, row: int) -> TensorInfo:
         part = self.manifest.parts[part_id]
@@ -413,10 +513,10 @@ class Contents(Mapping[str, TensorInfo]):
     def holders(self, infos: Sequence[TensorInfo]) -> list[Holders]:
         """Returns for each tensor how it is spread over the ranks. This is far quicker than looking at the pieces of
         each tensor."""
-        places = np.array([info._place for info in infos], np.int64).reshape(-1, 2)
-        chunks = self._chunks_of(places[:, 0], places[:, 1]).tolist()
+        tensors = self.tensors(infos)
+        chunks = self._chunks_of(tensors.part_id, tensors.row).tolist()
         spread = {number: self._spread(number) for number in set(chunks)}
-        rows = zip(chunks, places[:, 1].tolist(), strict=True)
+        rows = zip(chunks, tensors.row.tolist(), strict=True)
         return [spread[number][row - self.manifest.chunks[number].first_row] for number, row in rows]
 
     def _spread(self, number: int) -> list[Holders]:
@@ -443,21 +543,19 @@ class Contents(Mapping[str, TensorInfo]):
 
     def grids(self, infos: Iterable[TensorInfo]) -> list[Grid]:
         """Returns the grid of each tensor."""
-        grid = self.manifest.grid
-        return [grid(*info._place) for info in infos]
+        return self.tensors(infos).grids
 
-    def stored(self, infos: Sequence[TensorInfo], copies: Sequence[int | None], rank: int | None) -> StoredPieces:
+    def stored(self, infos: Sequence[TensorInfo], copies: Copies, rank: int | None) -> StoredPieces:
         """Returns the pieces of one copy of each tensor: the copy that ``copies`` names, or, where that is None, the
         one that suits ``rank`` best."""
-        places = np.array([info._place for info in infos], np.int64).reshape(-1, 2)
-        chunks = self._chunks_of(places[:, 0], places[:, 1])
+        tensors, asked = self.tensors(infos), _numbers_of(copies)
+        chunks = self._chunks_of(tensors.part_id, tensors.row)
         of_chunks: list[StoredPieces] = []
-        for part_id, chunk in sorted(set(zip(places[:, 0].tolist(), chunks.tolist(), strict=True))):
-            numbers = np.flatnonzero((places[:, 0] == part_id) & (chunks == chunk))
-            pieces, copy, holder = self.pieces_of_rows(part_id, chunk, places[numbers, 1])
-            given = (copies[number] for number in numbers.tolist())
-            asked = np.array([-1 if wanted is None else wanted for wanted in given], np.int64)
-            chosen = np.where(asked < 0, choose_copies(pieces.tensor, copy, holder, rank), asked)
+        for part_id, chunk in sorted(set(zip(tensors.part_id.tolist(), chunks.tolist(), strict=True))):
+            numbers = np.flatnonzero((tensors.part_id == part_id) & (chunks == chunk))
+            pieces, copy, holder = self.pieces_of_rows(part_id, chunk, tensors.row[numbers])
+            wanted = asked[numbers]
+            chosen = np.where(wanted < 0, choose_copies(pieces.tensor, copy, holder, rank), wanted)
             read = pieces.take(copy == chosen[pieces.tensor])
             of_chunks.append(replace(read, tensor=numbers[read.tensor]))
         if len(of_chunks) == 1:  # They are in order.
@@ -465,21 +563,19 @@ class Contents(Mapping[str, TensorInfo]):
         stored = StoredPieces.concatenated(of_chunks)
         return stored.take(np.argsort(stored.tensor, kind="stable"))
 
-    def stored_each(self, infos: Sequence[TensorInfo], copies: Sequence[int | None]) -> Iterator[StoredPieces]:
+    def stored_each(self, infos: Sequence[TensorInfo], copies: Copies) -> Iterator[StoredPieces]:
         """Yields for each tensor what ``stored`` returns for it alone. It looks at as many tensors at a time as have
         ``LISTED_PIECES`` pieces if each rank has one of each: this is far quicker than to look at each tensor, and the
         pieces of all tensors are never in memory."""
-        for group, stored in self._stored_together(infos, copies):
+        for group, stored in self._stored_together(self.tensors(infos), _numbers_of(copies)):
             yield from stored.split(len(infos[group]))
 
-    def _stored_together(
-        self, infos: Sequence[TensorInfo], copies: Sequence[int | None]
-    ) -> Iterator[tuple[slice, StoredPieces]]:
+    def _stored_together(self, tensors: Tensors, copies: Ints) -> Iterator[tuple[slice, StoredPieces]]:
         """Yields groups of tensors, and what ``stored`` returns for each group."""
         together = max(LISTED_PIECES // self.manifest.world_size, 1)
-        for first in range(0, len(infos), together):
+        for first in range(0, len(tensors), together):
             group = slice(first, first + together)
-            yield group, self.stored(infos[group], copies[group], None)
+            yield group, self.stored(tensors[group], copies[group], None)
 
     def pieces_of_rows(self, part_id: int, number: int, rows: Ints) -> tuple[StoredPieces, Ints, Ints]:
         """Returns the pieces of some rows of a part, all of which are in chunk ``number``. In the first value,
@@ -533,53 +629,56 @@ class Contents(Mapping[str, TensorInfo]):
         infos: Iterable[TensorInfo],
         unmeasured_bytes: int = 0,
         bounds: Mapping[str, tuple[int, int]] | None = None,
-    ) -> dict[str, int]:
+    ) -> Ints:
         """Checks the data files that have pieces of ``infos``. Raises FormatError (F001 to F003) unless they exist and
         are as long as the manifest says, and (I007) if these pieces together have more bytes than the data of a file.
-        Returns for each key the byte of its first file at which the tensor begins.
+        Returns for each tensor the byte of its first file at which it begins.
 
         A caller that reads these tensors may have ``unmeasured_bytes`` in memory before the lengths of the files are
         known. If the tensors have no more bytes, and a request to the store takes long, then the lengths are left to
         ``checks_beside``, which the caller calls while it reads. If the caller reads only parts of the tensors,
         ``bounds`` has the first element of each tensor that is read, and the one after the last, by key. Then only the
         lengths of the files with these elements are checked."""
-        by_key = {info.key: info for info in infos}
-        read = None
-        if bounds is not None:
-            starts, stops = ([bounds[key][end] for key in by_key] for end in (0, 1))
-            read = np.array(starts, np.int64), np.array(stops, np.int64)
-        begins = self.check_copies(list(by_key.values()), [None] * len(by_key), unmeasured_bytes, read)
-        return dict(zip(by_key, begins, strict=True))
+        tensors = self.tensors(infos)
+        # A tensor may be given under several keys.
+        place = tensors.part_id * NAMES_MAX + tensors.row
+        _, first, number = np.unique(place, return_index=True, return_inverse=True)
+        distinct = tensors.take(first)
+        read = None if bounds is None else np.array([bounds[key] for key in distinct.keys], np.int64).reshape(-1, 2)
+        return self.check_copies(distinct, np.full(len(distinct), -1), unmeasured_bytes, read)[number]
 
     def check_copies(
         self,
         infos: Sequence[TensorInfo],
-        copies: Sequence[int | None],
+        copies: Copies,
         unmeasured_bytes: int = 0,
-        bounds: tuple[Ints, Ints] | None = None,
-    ) -> list[int]:
-        """Does what ``check_sizes`` does for one copy of each of ``infos``, none of which may be given twice."""
-        begins: list[int] = []
+        bounds: NDArray[np.int64] | None = None,
+    ) -> Ints:
+        """Does what ``check_sizes`` does for one copy of each of ``infos``, none of which may be given twice. The rows
+        of ``bounds`` are those of ``infos``."""
+        tensors = self.tensors(infos)
+        begins = np.zeros(len(tensors), np.int64)
         first: dict[int, str] = {}
         """For each data file, the key of the first tensor in it. An error about the file names this key."""
         data_start = np.array(self.manifest.files.data_start, np.int64)
+        item_bytes = tensors.item_bytes
 
         def claims() -> Iterator[tuple[Ints, Ints]]:
-            for group, stored in self._stored_together(infos, copies):
-                item = np.array([info.item_bytes for info in infos[group]], np.int64)
+            for group, stored in self._stored_together(tensors, _numbers_of(copies)):
+                item = item_bytes[group]
                 at = np.searchsorted(stored.tensor, np.arange(len(item)))
-                begins.extend((data_start[stored.file[at]] + stored.offset[at]).tolist())
+                begins[group] = data_start[stored.file[at]] + stored.offset[at]
                 read = stored
                 if bounds is not None:
-                    start, stop = (of_tensors[group][stored.tensor] for of_tensors in bounds)
+                    start, stop = bounds[group][stored.tensor].T
                     read = stored.take((stored.start < stop) & (stored.stop > start))
                 numbers, at = np.unique(read.file, return_index=True)
                 for number, request in zip(numbers.tolist(), read.tensor[at].tolist(), strict=True):
-                    first.setdefault(number, infos[group.start + request].key)
+                    first.setdefault(number, tensors[group.start + request].key)
                 yield stored.file, stored.numel * item[stored.tensor]
 
         index_format.check_claims(self.manifest, claims())
-        if not self.is_remote or sum(info.nbytes for info in infos) > unmeasured_bytes:
+        if not self.is_remote or sum(tensors.nbytes.tolist()) > unmeasured_bytes:
             self.check_lengths(first)
         return begins
 
@@ -645,6 +744,13 @@ class Contents(Mapping[str, TensorInfo]):
         file = self.manifest.files[number]
         self.check_length(number)
         return read_header(self.reader, self.manifest.path(file), file.data_start)
+
+
+def _numbers_of(copies: Copies) -> Ints:
+    """Returns ``copies`` as a column."""
+    if isinstance(copies, np.ndarray):
+        return copies
+    return np.array([-1 if copy is None else copy for copy in copies], np.int64)
 
 
 def read_header(reader: Reader, path: str, expected_bytes: int | None = None) -> bytes:

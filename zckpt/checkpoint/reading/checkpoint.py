@@ -12,7 +12,7 @@ from zckpt.checkpoint.listing.contents import TensorInfo
 from zckpt.checkpoint.reading.extra_state import extra_state
 from zckpt.checkpoint.reading.loader import ReadRequest
 from zckpt.checkpoint.reading.state_dict import PlainValues, own_rank, plan_load
-from zckpt.checkpoint.reading.targets import checked_target, empty_tensors
+from zckpt.checkpoint.reading.targets import check_casts, check_target, empty_tensors
 from zckpt.errors import MismatchError, count
 from zckpt.geometry import slice_of
 from zckpt.plan.inventory import BUFFER, unconverted
@@ -171,7 +171,7 @@ class Checkpoint(Mapping[str, TensorInfo]):
 
         Returns:
             The tensors by key. With ``out``, these are the tensors of ``out``. Otherwise, they are new tensors. In host
-            memory, many small ones share about 1 MiB, which goes back to the system when the last of them is gone. So
+            memory, many small ones share up to 2 MiB, which goes back to the system when the last of them is gone. So
             they cannot be resized (``resize_``), as large ones cannot.
 
         Raises:
@@ -189,20 +189,23 @@ class Checkpoint(Mapping[str, TensorInfo]):
         targets = {} if out is None else out
         if not isinstance(targets, Mapping):
             raise TypeError(f"out must be a dict of tensors by key, such as 'master/embed', got {type(out).__name__}")
-        infos = (
-            {key: self[key] for key in targets} if keys is None and out is not None else loader.contents.select(keys)
-        )
-        unused = [key for key in targets if key not in infos]
+        if keys is None and out is not None:
+            names, tensors = list(targets), loader.contents.named(targets)
+        else:
+            names, tensors = loader.contents.chosen(keys)
+        unused = list(targets.keys() - set(names)) if targets else []
         if unused:
             raise MismatchError(f"out has {', '.join(unused[:5])}, which keys does not ask for", key=unused[0])
-        dtypes = dict.fromkeys(infos, dtype_of(dtype))
-        targets = {key: checked_target(infos[key], tensor) for key, tensor in targets.items()}
+        if targets:
+            for key, stored, shape in zip(names, tensors.dtypes, tensors.shapes, strict=True):
+                if key in targets:
+                    check_target(key, stored, shape, targets[key])
         named = ((f"out[{key!r}]", tensor) for key, tensor in targets.items() if not tensor.is_meta)
         check_memory(named, MismatchError)
         leftovers = ["the tensors in `out` have undefined values; nothing else was changed"] if targets else []
-        nbytes = sum(info.nbytes for info in infos.values())
-        with loader.advised(*leftovers), reported(progress, "load", nbytes) as advance:
-            return loader.load(infos, device, dtypes, targets, verify=verify, advance=advance)
+        dtypes = [dtype_of(dtype)] * len(names)
+        with loader.advised(*leftovers), reported(progress, "load", sum(tensors.nbytes.tolist())) as advance:
+            return loader.load(names, tensors, device, dtypes, targets, verify=verify, advance=advance)
 
     def iter(
         self,
@@ -241,7 +244,7 @@ class Checkpoint(Mapping[str, TensorInfo]):
         ):
             for key, info in infos.items():
                 tensors = loader.load(
-                    {key: info}, device, {key: target_dtype}, verify=verify, advance=advance, staging=staging
+                    [key], [info], device, [target_dtype], verify=verify, advance=advance, staging=staging
                 )
                 yield key, tensors[key]
 
@@ -279,7 +282,9 @@ class Checkpoint(Mapping[str, TensorInfo]):
         with loader.advised():
             if device.type != "meta":
                 loader.contents.check_sizes([info], loader.budget.nbytes)
-            (target,) = empty_tensors([info], [shape], device, [dtype_of(dtype)], [0])
+            tensors, dtypes = loader.contents.tensors([info]), [dtype_of(dtype)]
+            check_casts(tensors, dtypes)
+            (target,) = empty_tensors(tensors, [shape], device, dtypes, [0])
             loader.read([ReadRequest(info, span, target)], verify=verify)
         return target
 
@@ -315,7 +320,11 @@ class Checkpoint(Mapping[str, TensorInfo]):
             each = [(key, info, piece) for key, info in infos.items() for piece in pieces_of_rank[key]]
             shapes = [(piece.span.numel,) for _, _, piece in each]
             targets = empty_tensors(
-                [info for _, info, _ in each], shapes, device, [None] * len(each), [piece.offset for *_, piece in each]
+                loader.contents.tensors(info for _, info, _ in each),
+                shapes,
+                device,
+                [None] * len(each),
+                [piece.offset for *_, piece in each],
             )
             for (key, info, piece), target in zip(each, targets, strict=True):
                 requests[key, piece.span.start, piece.span.stop] = ReadRequest(info, piece.span, target, piece.copy)
@@ -359,13 +368,13 @@ class Checkpoint(Mapping[str, TensorInfo]):
         loader, device, weight_dtype = self._loader, check_device(device), dtype_of(dtype)
         sources = self.weights()
         kept = unconverted(() if weight_dtype is None else extra_state(loader))
-        casts = {
-            name: weight_dtype if info.part != BUFFER and info.dtype.is_floating_point and name not in kept else None
+        casts = [
+            weight_dtype if info.part != BUFFER and info.dtype.is_floating_point and name not in kept else None
             for name, info in sources.items()
-        }
+        ]
 
         with loader.advised(), reported(progress, "load", sum(info.nbytes for info in sources.values())) as advance:
-            targets = loader.load(sources, device, casts, verify=verify, advance=advance)
+            targets = loader.load([*sources], [*sources.values()], device, casts, verify=verify, advance=advance)
         return targets | {alias: targets[name] for alias, name in self.aliases.items() if name in targets}
 
     @without_collector

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import itertools
 from contextlib import nullcontext
-from functools import cached_property
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
 from zckpt.checkpoint.listing.contents import TensorInfo
-from zckpt.checkpoint.reading.targets import empty_tensors
+from zckpt.checkpoint.reading.targets import check_casts, empty_tensors
 from zckpt.engines.tensors import set_in_place
 from zckpt.errors import FormatError
 from zckpt.format import names, tree
@@ -21,6 +22,7 @@ from zckpt.plan.inventory import BUFFER, MASTER, PARAM, STATE
 from zckpt.plan.reads import SPACED_GAP_BYTES, plan_reads
 from zckpt.plan.reshard import Wanted, piece_ranges
 from zckpt.system.collector import without_collector
+from zckpt.system.threads import beside
 from zckpt.transfer.budget import Budget, budget_or_default, flag
 from zckpt.transfer.devices import devices_of
 from zckpt.transfer.memory import Targets, fresh_tensor, lies_in_order
@@ -31,12 +33,18 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
-    from zckpt.checkpoint.listing.contents import Contents
-    from zckpt.geometry import Grid
+    from zckpt.checkpoint.listing.contents import Contents, Tensors
+    from zckpt.format.digest import ReadFile
+    from zckpt.geometry import Ints
+    from zckpt.plan.reads import ReadOp
 
 HOST = torch.device("cpu")
 PLANNED_PIECES = 1 << 16
 """About how many pieces ``Loader.read`` plans at a time. The plan of a piece takes up to 400 bytes."""
+FIRST_TENSORS = 1 << 13
+"""The most tensors that ``Loader.read`` plans before it reads the first of them. While it reads them, it plans up to
+twice as many, and so on. If the number were smaller, more threads of Python would wait for each other, and the disk
+would more often wait for the last reads of a plan."""
 
 
 class ReadRequest(NamedTuple):
@@ -52,6 +60,35 @@ class ReadRequest(NamedTuple):
     def fresh(cls, info: TensorInfo, span: Span, copy: int | None = None) -> ReadRequest:
         """Returns a request whose target is a new 1-D tensor of the stored dtype in host memory."""
         return cls(info, span, fresh_tensor((span.numel,), info.dtype, HOST), copy)
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """What is read: elements of tensors, of which there may be very many."""
+
+    tensors: Tensors
+    spans: Sequence[Span]
+    """The elements of each tensor that are read."""
+    copies: Ints
+    """The number of the copy of each tensor that is read, or -1 if any copy will do."""
+    targets: Callable[[slice], Sequence[torch.Tensor]]
+    """Returns the memory that some of the tensors go to. It may make this memory, so it is called once for each
+    tensor."""
+
+    def take(self, numbers: slice) -> _Wanted:
+        """Returns what is read of the tensors with these numbers."""
+        targets = self.targets(numbers)
+        return _Wanted(self.tensors[numbers], self.spans[numbers], self.copies[numbers], targets.__getitem__)
+
+
+class _Plan(NamedTuple):
+    """What ``run_reads`` takes."""
+
+    ops: tuple[ReadOp, ...]
+    files: Mapping[int, ReadFile]
+    targets: Targets
+    after_urgent: Callable[[], None]
+    checks: Sequence[Callable[[], object]]
 
 
 def _leaf(ext: int, tensor: torch.Tensor) -> object:
@@ -135,13 +172,13 @@ class Loader:
         # own.
         tensors = {name: torch.empty(info.shape, dtype=info.dtype, device="cpu") for name, info in infos.items()}
         if infos:
-            self.load(infos, existing=tensors)
+            self.load([*infos], [*infos.values()], existing=tensors)
         return unpack(lambda ext, name: _leaf(ext, tensors[name]) if name in tensors else None)
 
     def _lazy_leaf(self, ext: int, name: str) -> Callable[[], object]:
         """Returns a function that reads a tensor of a tree."""
         info = self.contents.state_info(name)
-        return lambda: _leaf(ext, self.load({name: info})[name])
+        return lambda: _leaf(ext, self.load([name], [info])[name])
 
     def weights(self) -> dict[str, TensorInfo]:
         """Returns what ``Checkpoint.weights`` returns."""
@@ -193,7 +230,6 @@ class Loader:
         targets of all urgent requests are filled. It may be called in any of the threads that do the work, and delays
         this thread, so it should return soon.
         """
-        verify = flag("ZCKPT_VERIFY", True) if verify is None else verify
         for request in requests:
             if request.target.is_meta:
                 advance(request.info.nbytes)
@@ -202,70 +238,100 @@ class Loader:
         staging = staging or self.staging(devices_of(request.target for request in requests))
         if not urgent:
             after_urgent()
-        grids = self.contents.grids(request.info for request in requests)
-        batches, left = list(self._batches(requests, grids, verify)), urgent
-        with staging.kept() if len(batches) > 1 else nullcontext():
-            for batch in batches:
-                size = batch.stop - batch.start
-                has_last_urgent = 0 < left <= size
-                after = after_urgent if has_last_urgent else lambda: None
-                urgent_of_batch = left if has_last_urgent else 0
-                self._read(requests[batch], grids[batch], rank, verify, advance, staging, urgent_of_batch, after)
-                left -= size
-
-    def _batches(self, requests: Sequence[ReadRequest], grids: Sequence[Grid], verify: bool) -> Iterator[slice]:
-        """Yields the positions of the requests that are planned together. Planning takes memory for each piece of a
-        tensor, for each row of equally spaced runs, and for each range that is read by itself. ``grids``: the grid of
-        the tensor of each request."""
-        first, planned = 0, 0
-        for number, (request, grid) in enumerate(zip(requests, grids, strict=True)):
-            pieces = self.manifest.world_size
-            if not same_order(request.span.grid, grid):
-                pieces += row_count(request.span, grid) - 1
-                if not verify:  # The most ranges that ``plan_reads`` does not read together.
-                    pieces += request.info.nbytes // SPACED_GAP_BYTES
-            if number > first and planned + pieces > PLANNED_PIECES:
-                yield slice(first, number)
-                first, planned = number, 0
-            planned += pieces
-        if requests:
-            yield slice(first, len(requests))
+        wanted = _Wanted(
+            self.contents.tensors(request.info for request in requests),
+            [request.span for request in requests],
+            np.array([-1 if request.copy is None else request.copy for request in requests], np.int64),
+            [request.target for request in requests].__getitem__,
+        )
+        self._read(wanted, rank, verify, advance, staging, urgent, after_urgent)
 
     def _read(
         self,
-        requests: Sequence[ReadRequest],
-        grids: Sequence[Grid],
+        wanted: _Wanted,
         rank: int | None,
-        verify: bool,
+        verify: bool | None,
         advance: Callable[[int], None],
         staging: StagingPool,
+        urgent: int = 0,
+        after_urgent: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Plans the reads of one batch of tensors after the other, and carries them out. A batch is planned while the
+        one before it is read."""
+        verify = flag("ZCKPT_VERIFY", True) if verify is None else verify
+        batches, inference = list(self._batches(wanted, verify)), torch.is_inference_mode_enabled()
+        plans: list[_Plan] = []
+
+        def plan(batch: slice) -> None:
+            with torch.inference_mode(inference):  # as in the thread of the caller, because targets are made here
+                is_last_urgent = batch.start < urgent <= batch.stop
+                urgent_of_batch = urgent - batch.start if is_last_urgent else 0
+                after = after_urgent if is_last_urgent else lambda: None
+                plans.append(self._plan(wanted.take(batch), rank, verify, staging.batch_bytes, urgent_of_batch, after))
+
+        if not batches:
+            return
+        plan(batches[0])
+        with staging.kept() if len(batches) > 1 else nullcontext():
+            for following in batches[1:]:
+                with beside(partial(plan, following), "zckpt-plan") as start:
+                    start()
+                    self._carry_out(plans.pop(0), advance, staging)
+            self._carry_out(plans.pop(), advance, staging)
+
+    def _batches(self, wanted: _Wanted, verify: bool) -> Iterator[slice]:
+        """Yields the positions of the tensors that are planned together. Planning takes memory for each piece of a
+        tensor, for each row of equally spaced runs, and for each range that is read by itself."""
+        pieces = np.full(len(wanted.tensors), self.manifest.world_size)
+        for number, (span, grid) in enumerate(zip(wanted.spans, wanted.tensors.grids, strict=True)):
+            if not same_order(span.grid, grid):
+                pieces[number] += row_count(span, grid) - 1
+                if not verify:  # The most ranges that ``plan_reads`` does not read together.
+                    pieces[number] += wanted.tensors[number].nbytes // SPACED_GAP_BYTES
+        stops = np.cumsum(pieces)
+        first, together = 0, FIRST_TENSORS
+        while first < len(pieces):
+            fits = int(stops.searchsorted(stops[first] - pieces[first] + PLANNED_PIECES, "right"))
+            stop = min(max(fits, first + 1), first + together, len(pieces))
+            yield slice(first, stop)
+            first, together = stop, together * 2
+
+    def _plan(
+        self,
+        wanted: _Wanted,
+        rank: int | None,
+        verify: bool,
+        batch_bytes: int,
         urgent: int,
         after_urgent: Callable[[], None],
-    ) -> None:
-        manifest = self.manifest
-        infos, spans, tensors, copies = zip(*requests, strict=True)
+    ) -> _Plan:
+        tensors = wanted.tensors
         stored_ranges = piece_ranges(
-            self.contents.stored(infos, copies, rank),
-            grids,
-            map(Wanted, itertools.count(), spans),
-            [info.item_bytes for info in infos],
+            self.contents.stored(tensors, wanted.copies, rank),
+            tensors.grids,
+            map(Wanted, itertools.count(), wanted.spans),
+            tensors.item_bytes,
         )
+        keys = tensors.keys
         numbers, first = np.unique(stored_ranges.file, return_index=True)
         first_targets = stored_ranges.target[first].tolist()
-        keys = {number: infos[row].key for number, row in zip(numbers.tolist(), first_targets, strict=True)}
-        files = {number: self.contents.read_file(number, verify=verify) for number in keys}
-        targets = Targets([info.key for info in infos], tensors, [info.dtype for info in infos])
+        keys_of_files = {number: keys[row] for number, row in zip(numbers.tolist(), first_targets, strict=True)}
+        files = {number: self.contents.read_file(number, verify=verify) for number in keys_of_files}
+        targets = Targets(keys, wanted.targets(slice(None)), tensors.dtypes)
         ops = plan_reads(
             stored_ranges,
-            data_starts=manifest.files.data_start,
-            block_bytes=manifest.block_bytes,
+            data_starts=self.manifest.files.data_start,
+            block_bytes=self.manifest.block_bytes,
             verify=verify,
-            batch_bytes=staging.batch_bytes,
+            batch_bytes=batch_bytes,
             places=places_of(self.reader, targets, files),
             urgent=urgent,
             gap_bytes=self.contents.store.gap_bytes,
         )
-        checks = self.contents.checks_beside(keys, verify=verify)
+        return _Plan(ops, files, targets, after_urgent, self.contents.checks_beside(keys_of_files, verify=verify))
+
+    def _carry_out(self, plan: _Plan, advance: Callable[[int], None], staging: StagingPool) -> None:
+        ops, files, targets, after_urgent, checks = plan
         try:
             run_reads(self.reader, ops, files, targets, self.budget, staging, advance, after_urgent, checks)
         except FormatError:
@@ -279,31 +345,43 @@ class Loader:
 
     def load(
         self,
-        infos: Mapping[str, TensorInfo],
+        names: Sequence[str],
+        infos: Sequence[TensorInfo],
         device: torch.device = HOST,
-        dtypes: Mapping[str, torch.dtype | None] | None = None,
+        dtypes: Sequence[torch.dtype | None] | None = None,
         existing: Mapping[str, torch.Tensor] | None = None,
         *,
         verify: bool | None = None,
         advance: Callable[[int], None] = lambda nbytes: None,
         staging: StagingPool | None = None,
     ) -> dict[str, torch.Tensor]:
-        """Returns whole tensors, by the names of ``infos``. Tensors that are in ``existing`` are read into that memory,
-        all others into new memory."""
-        dtypes, existing = dtypes or {}, existing or {}
-        unread = {name for name in infos if (existing[name].is_meta if name in existing else device.type == "meta")}
-        read = (info for name, info in infos.items() if name not in unread)
-        offsets = self.contents.check_sizes(read, self.budget.nbytes)
-        new = {name: info for name, info in infos.items() if name not in existing}
-        made = empty_tensors(
-            list(new.values()),
-            [info.shape for info in new.values()],
-            device,
-            [dtypes.get(name) for name in new],
-            [offsets.get(info.key, 0) for info in new.values()],
-        )
-        of_new = dict(zip(new, made, strict=True))
-        targets = {name: of_new[name] if name in of_new else existing[name] for name in infos}
-        requests = [ReadRequest(info, all_of(info.shape), targets[name]) for name, info in infos.items()]
-        self.read(requests, verify=verify, advance=advance, staging=staging)
-        return targets
+        """Returns whole tensors by ``names``. Those that are in ``existing`` are read into that memory, all others into
+        new memory, with the ``dtypes``, or the stored dtype where this is None. Nothing is read for a tensor on the
+        device "meta". Raises the errors of ``Checkpoint.load``."""
+        tensors, existing = self.contents.tensors(infos), existing or {}
+        targets = {number: existing[name] for number, name in enumerate(names) if name in existing}
+        casts = [None if dtypes is None or number in targets else dtypes[number] for number in range(len(names))]
+        check_casts(tensors, casts)
+        is_read = np.full(len(names), device.type != "meta")
+        is_read[[*targets]] = [not target.is_meta for target in targets.values()]
+        file_offsets = np.zeros(len(names), np.int64)
+        file_offsets[is_read] = self.contents.check_sizes(tensors.take(is_read), self.budget.nbytes)
+        devices = {*devices_of(targets.values()), *([device] if len(targets) < len(names) else [])}
+
+        def made(numbers: Ints) -> list[torch.Tensor]:
+            """Returns the tensors with these numbers. Makes those that do not exist yet."""
+            missing = [number for number in numbers.tolist() if number not in targets]
+            new = tensors.take(np.array(missing, np.int64))
+            dtypes_of_new = [casts[number] for number in missing]
+            of_new = empty_tensors(new, new.shapes, device, dtypes_of_new, file_offsets[missing])
+            targets.update(zip(missing, of_new, strict=True))
+            return [targets[number] for number in numbers.tolist()]
+
+        unread, read = np.flatnonzero(~is_read), np.flatnonzero(is_read)
+        if len(unread):
+            made(unread)
+            advance(sum(tensors.take(unread).nbytes.tolist()))
+        whole = tensors.take(read)
+        wanted = _Wanted(whole, [*map(all_of, whole.shapes)], np.full(len(read), -1), lambda batch: made(read[batch]))
+        self._read(wanted, None, verify, advance, staging or self.staging(devices))
+        return {name: targets[number] for number, name in enumerate(names)}
