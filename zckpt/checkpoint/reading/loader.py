@@ -40,7 +40,8 @@ if TYPE_CHECKING:
 
 HOST = torch.device("cpu")
 PLANNED_PIECES = 1 << 16
-"""About how many pieces ``Loader.read`` plans at a time. The plan of a piece takes up to 400 bytes."""
+"""About how many pieces ``Loader.read`` plans at a time. The plan of a piece takes up to 400 bytes, and there
+are two plans in memory at a time."""
 FIRST_TENSORS = 1 << 13
 """The most tensors that ``Loader.read`` plans before it reads the first of them. While it reads them, it plans up to
 twice as many, and so on. If the number were smaller, more threads of Python would wait for each other, and the disk
@@ -331,6 +332,7 @@ class Loader:
         return _Plan(ops, files, targets, after_urgent, self.contents.checks_beside(keys_of_files, verify=verify))
 
     def _carry_out(self, plan: _Plan, advance: Callable[[int], None], staging: StagingPool) -> None:
+        """Carries out the reads of a batch. Raises the errors of ``read``."""
         ops, files, targets, after_urgent, checks = plan
         try:
             run_reads(self.reader, ops, files, targets, self.budget, staging, advance, after_urgent, checks)
