@@ -79,8 +79,8 @@ class Kind:
 
     def weight(self, name: str) -> tuple[ParameterRange, torch.Tensor | FileRange]:
         """Returns what this rank holds of a parameter, in the dtype that the model computes with: the range of the
-        elements, and the elements themselves. They are 1-D and share the memory of the parameter, or they are a range
-        of its swap file."""
+        elements, and the elements themselves. They are contiguous and share the memory of the parameter, or they are a
+        range of its swap file."""
         raise NotImplementedError
 
     def stored_name(self, name: str) -> str:
@@ -104,20 +104,22 @@ class Kind:
 
     def memory(self) -> Iterator[Holding]:
         """Returns what ``EngineAdapter.memory`` returns, but without the buffers of the module."""
+        states = self.optimizer.state if self.flats else {}
         for flat in self.flats:
-            name = next(iter(flat.names), "")
-            state = self.optimizer.state.get(flat.master, {})
+            name = flat.ranges[0].name if flat.ranges else ""
+            state = states.get(flat.master, {})
             fragments = {MASTER, GRADIENT, *moments(flat, state)}
-            for key, value in {MASTER: flat.master, **state, GRADIENT: flat.master.grad}.items():
-                file = flat.files.get(key)
-                part = part_of_state(key)
-                if file is None:
+            for key, value in ((MASTER, flat.master), *state.items(), (GRADIENT, flat.master.grad)):
+                if key in flat.files:
+                    yield Holding(part_of_state(key), name, flat.files[key], flat.master.dtype)
+                elif value is not None:
+                    part = part_of_state(key)
                     yield from holdings(part, name, value, in_tree=part not in fragments)
-                else:
-                    yield Holding(part, name, file, flat.master.dtype)
         for name, parameter in self._parameters.items():
             yield from holdings(PARAM, name, parameter)
-            yield from holdings(GRADIENT, name, [parameter.grad, getattr(parameter, "grad_accum", None)])
+            for gradient in (parameter.grad, getattr(parameter, "grad_accum", None)):
+                if gradient is not None:
+                    yield from holdings(GRADIENT, name, gradient)
         for part, attributes in self.MEMORY.items():
             for attribute in attributes:
                 yield from holdings(part, attribute, getattr(self._wrapper, attribute, None))

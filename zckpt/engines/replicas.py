@@ -6,7 +6,6 @@ owners exchange what they have read. ``plan.replicas`` describes the shares, and
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from itertools import chain
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
@@ -22,7 +21,6 @@ from zckpt.transfer.memory import lies_in_order
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-    from contextlib import AbstractContextManager
 
     from zckpt.engines.group import RankGroup
     from zckpt.engines.local_tensors import LocalTensor
@@ -58,13 +56,9 @@ class Replicated(Kind):
     def read_share(self, name: str) -> tuple[ParameterRange, torch.Tensor]:
         return self._elements(name, self._share(name))
 
-    def weight_in_memory(self, name: str) -> AbstractContextManager[torch.Tensor]:
-        return nullcontext(self.read_share(name)[1])
-
     def after_fill(self, weights: Collection[str]) -> None:
-        restored = (
-            (name, parameter) for name, parameter in self._parameters.items() if self.stored_name(name) in weights
-        )
+        named = self._parameters.items() if weights else ()
+        restored = ((name, parameter) for name, parameter in named if self.stored_name(name) in weights)
         # Weights that were not restored are already equal on all owners.
         self._gather = self._gathering(chain(restored, self._replicas()))
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from zckpt.engines.contract import is_left_out
-from zckpt.engines.optimizer import like
+from zckpt.engines.optimizer.values import like
 from zckpt.errors import FormatError
 
 if TYPE_CHECKING:

@@ -27,22 +27,17 @@ class ParamGroup(NamedTuple):
     master: torch.Tensor
     """The master weights of all these parameters."""
 
-    def whole(self, data: torch.Tensor) -> Iterator[tuple[Any, torch.Tensor]]:
-        """Yields each parameter, and a view of its elements in ``data``, which is the master weights or a moment."""
-        offset = 0
-        for parameter in self.parameters:
-            yield parameter, data.detach().view(-1).narrow(0, offset, parameter.numel()).view(parameter.shape)
-            offset += parameter.numel()
-
 
 class Unwrapped(replicas.Replicated):
     """Reads and restores an optimizer that updates the model's own parameters. ``Kind`` documents the members."""
 
     def __init__(self, wrapper: Any, parameters: Mapping[str, Any], local_tensors: Mapping[str, LocalTensor]) -> None:
         super().__init__(wrapper, parameters, local_tensors)
-        self._names = {id(parameter): name for name, parameter in parameters.items()}
-        self._groups = tuple(self._param_groups(wrapper))
-        self.flats = tuple(map(self._flat, self._groups))
+        names = {id(parameter): name for name, parameter in parameters.items()}
+        self.flats = tuple(
+            self._flat(param_group, [names[id(parameter)] for parameter in param_group.parameters])
+            for param_group in self._param_groups(wrapper)
+        )
 
     @classmethod
     def unsupported(
@@ -72,29 +67,32 @@ class Unwrapped(replicas.Replicated):
 
     def after_restore(self) -> None:
         self._gather()
-        for param_group in self._groups:
-            if local_of(param_group.parameters[0]) is not param_group.master:
-                for parameter, master in param_group.whole(param_group.master):
-                    parameter.detach().copy_(master)
-            for parameter in param_group.parameters:
-                parameter.grad = None
+        for flat in self.flats:
+            if local_of(self._parameters[flat.ranges[0].name]) is not flat.master:
+                for name, master in self._whole(flat, flat.master):
+                    self._parameters[name].detach().copy_(master)
+            for held in flat.ranges:
+                self._parameters[held.name].grad = None
 
     def _replicas(self) -> Iterator[tuple[str, torch.Tensor]]:
         # These are views of the master weight and of each moment of each parameter.
-        for param_group, flat in zip(self._groups, self.flats, strict=True):
-            # A rank reads all of the local tensor of a DTensor, and ``ParamGroup.whole`` cannot divide that.
-            if all(self._local_tensors[name].owners.size == 1 for name in flat.names):
-                continue
-            state = moments(flat, self.optimizer.state.get(flat.master, {}))
-            for data in (param_group.master, *(state[key] for key in sorted(state))):
-                for parameter, view in param_group.whole(data):
-                    yield self._names[id(parameter)], view
+        for flat in self.flats:
+            if flat.shares is not None:
+                state = moments(flat, self.optimizer.state.get(flat.master, {}))
+                for data in (flat.master, *(state[key] for key in sorted(state))):
+                    yield from self._whole(flat, data)
 
-    def _flat(self, param_group: ParamGroup) -> FlatBuffer:
+    def _whole(self, flat: FlatBuffer, data: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields the name of each parameter, and a view of its elements in ``data``, which is the master weights or a
+        moment."""
+        for held in flat.ranges:
+            shape = self._parameters[held.name].shape
+            yield held.name, data.detach().view(-1).narrow(0, held.offset, shape.numel()).view(shape)
+
+    def _flat(self, param_group: ParamGroup, names: Sequence[str]) -> FlatBuffer:
         ranges: list[ParameterRange] = []
         offset = 0
-        for parameter in param_group.parameters:
-            name = self._names[id(parameter)]
+        for name in names:
             local = self._local_tensors[name]
             ranges.append(ParameterRange(name, local.span, offset, local.replicated, stored_as=local.stored_as))
             offset += local.span.numel

@@ -39,7 +39,10 @@ class States:
     """The state of several optimizers, by the local tensor of each parameter. That of a DTensor is a ``LocalState``."""
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        self._optimizers: dict[int, torch.optim.Optimizer] = {}
+        self._first = optimizers[0]
+        self._others: dict[int, torch.optim.Optimizer] = {}
+        """The optimizers of those parameters that the first one does not update, by the ``id`` of their local
+        tensors."""
         self._sharded: dict[int, torch.Tensor] = {}
         """The DTensors, by the ``id`` of their local tensors."""
         self._locals: dict[int, torch.Tensor] = {}
@@ -48,7 +51,8 @@ class States:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     local = local_of(parameter)
-                    self._optimizers[id(local)] = optimizer
+                    if optimizer is not self._first:
+                        self._others[id(local)] = optimizer
                     if local is not parameter:
                         self._sharded[id(local)], self._locals[id(parameter)] = parameter, local
 
@@ -59,12 +63,12 @@ class States:
     def get(self, local: torch.Tensor, default: Any = None) -> Any:
         """Returns the state under a key, or ``default`` if there is none yet."""
         parameter = self._sharded.get(id(local), local)
-        state = self._optimizers[id(local)].state.get(parameter)
+        state = self._others.get(id(local), self._first).state.get(parameter)
         return default if state is None else state if parameter is local else LocalState(state, parameter)
 
     def __getitem__(self, local: torch.Tensor) -> MutableMapping[str, Any]:
         parameter = self._sharded.get(id(local), local)
-        state: dict[str, Any] = self._optimizers[id(local)].state[parameter]
+        state: dict[str, Any] = self._others.get(id(local), self._first).state[parameter]
         return state if parameter is local else LocalState(state, parameter)
 
 

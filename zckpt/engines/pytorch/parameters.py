@@ -3,6 +3,7 @@ uses private attributes of FSDP2."""
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,10 +43,12 @@ class Parameters(Unwrapped):
         return self._wrapper
 
     def tier(self, part: str) -> Tier:
-        offloaded = torch.accelerator.is_available() and all(
-            local_of(parameter).device.type == "cpu" for parameter in self._parameters.values()
-        )
-        return Tier.HOST if offloaded else Tier.DEVICE
+        return self._tier
+
+    @cached_property
+    def _tier(self) -> Tier:
+        on_host = all(local_of(parameter).is_cpu for parameter in self._parameters.values())
+        return Tier.HOST if on_host and torch.accelerator.is_available() else Tier.DEVICE
 
     def after_restore(self) -> None:
         super().after_restore()
