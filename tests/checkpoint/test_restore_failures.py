@@ -49,7 +49,7 @@ POINTS = (
     f"{DEEPSPEED}.zero12.Zero12.after_masters",
     f"{DEEPSPEED}.zero12.Zero12.after_fill",
     f"{DEEPSPEED}.zero12.Zero12._drop_gradients",
-    f"{DEEPSPEED}.bf16_optimizer.Bf16Optimizer._drop_gradients",
+    f"{DEEPSPEED}.zero12.Bf16Optimizer._drop_gradients",
     f"{DEEPSPEED}.zero3.Zero3.before_restore",
     f"{DEEPSPEED}.zero3.Zero3._derive_weights",
     f"{DEEPSPEED}.zero3.Zero3.after_masters",

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from zckpt.engines.flats import FlatBuffer, ParameterRange
-    from zckpt.engines.local_tensors import LocalTensor
+    from zckpt.engines.local_tensors import LocalTensors
     from zckpt.format.names import Tier
     from zckpt.plan.inventory import FileRange
 
@@ -37,15 +37,13 @@ class Kind:
     Attributes whose storages also belong to master weights, to their optimizer state or to parameters are left out.
     Some versions of DeepSpeed do not have all of these attributes."""
 
-    def __init__(self, wrapper: Any, parameters: Mapping[str, Any], local_tensors: Mapping[str, LocalTensor]) -> None:
+    def __init__(self, wrapper: Any, parameters: Mapping[str, Any], local_tensors: LocalTensors) -> None:
         """Changes nothing. ``wrapper``: the object that has the state. ``parameters`` and ``local_tensors``: those of
         the module, by name."""
         self._wrapper, self._parameters, self._local_tensors = wrapper, parameters, local_tensors
 
     @classmethod
-    def unsupported(
-        cls, wrapper: Any, parameters: Mapping[str, Any], local_tensors: Mapping[str, LocalTensor]
-    ) -> Iterator[str]:
+    def unsupported(cls, wrapper: Any, parameters: Mapping[str, Any], local_tensors: LocalTensors) -> Iterator[str]:
         """Yields the reasons why this layout of the parameters is not supported, with names of parameters. Changes
         nothing."""
         raise NotImplementedError
@@ -156,8 +154,9 @@ class Kind:
         that were restored. They are the same on every rank. Not collective."""
 
     def after_restore(self) -> None:
-        """Derives everything that depends on the master weights, moments and weights of other ranks. Collective. Before
-        the last exchange between the ranks, nothing in it can fail on one rank alone."""
+        """Derives everything that depends on the master weights, moments and weights of other ranks, unless the next
+        forward pass does so. Collective. Before the last exchange between the ranks, nothing in it can fail on one rank
+        alone."""
 
     @property
     def _offloaded_states(self) -> frozenset[Any]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from zckpt.engines import optimizer
-from zckpt.engines.contract import EngineAdapter
+from zckpt.engines.contract import EngineAdapter, UsingMethod
 from zckpt.engines.extra_state import ExtraState
 from zckpt.engines.flats import moments
 from zckpt.engines.tensors import (
@@ -137,6 +137,18 @@ class ModuleAdapter(EngineAdapter):
     def elements_here(self, name: str) -> str:
         """Returns the name of a weight, with the elements of it that this rank holds if these are not all."""
         return name
+
+    def uses_of_state(self, modules: Iterable[Any], optimizers: Iterable[Any]) -> Iterator[UsingMethod]:
+        """Yields the methods of torch's classes that belong to the result of ``uses``."""
+        for module in {id(module): module for module in modules}.values():
+            for method in ("state_dict", "load_state_dict"):
+                yield UsingMethod(module, method, {PARAM, BUFFER})
+            # Conversions of a module, such as half, to and share_memory, call this method.
+            yield UsingMethod(module, "_apply", {PARAM, BUFFER}, "a conversion of the module")
+            yield UsingMethod(module, "__call__", {PARAM, BUFFER}, "a call of the module")
+        for each in {id(each): each for each in optimizers}.values():
+            for method in ("step", "state_dict", "load_state_dict"):
+                yield UsingMethod(each, method)
 
     def memory(self) -> Iterator[Holding]:
         extra = self.extra.tensors  # first, as in ``inventory``

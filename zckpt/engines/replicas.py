@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     from zckpt.engines.group import RankGroup
-    from zckpt.engines.local_tensors import LocalTensor
+    from zckpt.engines.local_tensors import LocalTensors
     from zckpt.geometry import Span
 
 GATHER_BYTES = 32 << 20
@@ -35,16 +35,14 @@ class Replicated(Kind):
     """The base class for wrappers that keep whole local tensors. An engine without an optimizer needs no more than this
     class. ``Kind`` documents the members."""
 
-    def __init__(self, wrapper: Any, parameters: Mapping[str, Any], local_tensors: Mapping[str, LocalTensor]) -> None:
+    def __init__(self, wrapper: Any, parameters: Mapping[str, Any], local_tensors: LocalTensors) -> None:
         super().__init__(wrapper, parameters, local_tensors)
         self._gather: Callable[[], None] = lambda: None
         """Makes the replicas complete from the shares of all ranks. ``after_fill`` sets this function, and
         ``after_restore`` calls it."""
 
     @classmethod
-    def unsupported(
-        cls, wrapper: Any, parameters: Mapping[str, Any], local_tensors: Mapping[str, LocalTensor]
-    ) -> Iterator[str]:
+    def unsupported(cls, wrapper: Any, parameters: Mapping[str, Any], local_tensors: LocalTensors) -> Iterator[str]:
         yield from unsupported(parameters)
 
     def tier(self, part: str) -> Tier:

@@ -13,11 +13,11 @@ import torch
 from zckpt.engines.composed import inner_tensors, is_composed
 from zckpt.errors import UnsupportedError
 from zckpt.plan.inventory import Holding
-from zckpt.transfer.memory import PLAIN_CLASSES, why_no_memory
+from zckpt.transfer.memory import PLAIN_CLASSES, not_plain, why_no_memory
 from zckpt.transfer.torch_dtypes import DTYPE_NAMES
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 T = TypeVar("T", bound=torch.Tensor)
 T_ = TypeVar("T_")
@@ -91,6 +91,17 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
     return local
+
+
+def unsaveable(named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[str]:
+    """Yields a phrase for an error about the first tensor that no data file can hold, if there is one."""
+    for name, tensor in named:
+        if why := not_plain(tensor):
+            yield f"{name}, which {why}"
+            return
+        if tensor.dtype not in DTYPE_NAMES:
+            yield f"{name} of dtype {tensor.dtype}, which safetensors does not know"
+            return
 
 
 def holdings(

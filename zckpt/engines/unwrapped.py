@@ -3,7 +3,7 @@ own, or is its own master weight."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from zckpt.engines import replicas
 from zckpt.engines.flats import FlatBuffer, ParameterRange, foreign, moments
@@ -14,51 +14,34 @@ if TYPE_CHECKING:
 
     import torch
 
-    from zckpt.engines.local_tensors import LocalTensor
-
-
-class ParamGroup(NamedTuple):
-    """Parameters of one param group, and the master weights in which they lie one after another."""
-
-    group: int
-    """The index of the param group."""
-    parameters: Sequence[Any]
-    """The parameters, in the order in which they lie in the master weights."""
-    master: torch.Tensor
-    """The master weights of all these parameters."""
+    from zckpt.engines.local_tensors import LocalTensors
 
 
 class Unwrapped(replicas.Replicated):
     """Reads and restores an optimizer that updates the model's own parameters. ``Kind`` documents the members."""
 
-    def __init__(self, wrapper: Any, parameters: Mapping[str, Any], local_tensors: Mapping[str, LocalTensor]) -> None:
+    def __init__(self, wrapper: Any, parameters: Mapping[str, Any], local_tensors: LocalTensors) -> None:
         super().__init__(wrapper, parameters, local_tensors)
         names = {id(parameter): name for name, parameter in parameters.items()}
         self.flats = tuple(
-            self._flat(param_group, [names[id(parameter)] for parameter in param_group.parameters])
-            for param_group in self._param_groups(wrapper)
+            self._flat(group, [names[id(parameter)] for parameter in of_flat], master)
+            for group, of_flat, master in self._updated(wrapper)
         )
 
     @classmethod
-    def unsupported(
-        cls, wrapper: Any, parameters: Mapping[str, Any], local_tensors: Mapping[str, LocalTensor]
-    ) -> Iterator[str]:
-        param_groups = list(cls._param_groups(wrapper))
+    def unsupported(cls, wrapper: Any, parameters: Mapping[str, Any], local_tensors: LocalTensors) -> Iterator[str]:
+        flats = list(cls._updated(wrapper))
         yield from replicas.unsupported(parameters)
-        yield from foreign(
-            parameters, (parameter for param_group in param_groups for parameter in param_group.parameters)
-        )
+        yield from foreign(parameters, (parameter for _, of_flat, _ in flats for parameter in of_flat))
         # torch's Adagrad makes a state for each parameter when it is created. Those that were made before the wrapper
         # replaced the parameters by master weights are still there, but nobody reads them.
-        known = {id(tensor) for param_group in param_groups for tensor in (param_group.master, *param_group.parameters)}
+        known = {id(tensor) for _, of_flat, master in flats for tensor in (master, *of_flat)}
         if any(state and id(key) not in known for key, state in cls._inner(wrapper).state.items()):
             yield "optimizer state of a parameter that has no elements or is in no param group"
 
     @classmethod
     def has_gradients(cls, wrapper: Any) -> bool:
-        gradients = [
-            parameter.grad for param_group in cls._param_groups(wrapper) for parameter in param_group.parameters
-        ]
+        gradients = [parameter.grad for _, of_flat, _ in cls._updated(wrapper) for parameter in of_flat]
         return any(gradient is not None and not is_zero(gradient) for gradient in gradients)
 
     @property
@@ -89,7 +72,7 @@ class Unwrapped(replicas.Replicated):
             shape = self._parameters[held.name].shape
             yield held.name, data.detach().view(-1).narrow(0, held.offset, shape.numel()).view(shape)
 
-    def _flat(self, param_group: ParamGroup, names: Sequence[str]) -> FlatBuffer:
+    def _flat(self, group: int, names: Sequence[str], master: torch.Tensor) -> FlatBuffer:
         ranges: list[ParameterRange] = []
         offset = 0
         for name in names:
@@ -100,7 +83,7 @@ class Unwrapped(replicas.Replicated):
         shares = None
         if any(self._local_tensors[held.name].owners.size > 1 for held in ranges):
             shares = tuple(self._share_of(held) for held in ranges)
-        return FlatBuffer(param_group.group, tuple(ranges), param_group.master, whole=whole, shares=shares)
+        return FlatBuffer(group, tuple(ranges), master, whole=whole, shares=shares)
 
     def _share_of(self, held: ParameterRange) -> ParameterRange:
         """Returns the elements of a range that this rank reads."""
@@ -113,9 +96,10 @@ class Unwrapped(replicas.Replicated):
         return wrapper
 
     @classmethod
-    def _param_groups(cls, wrapper: Any) -> Iterator[ParamGroup]:
-        """Yields the parameters that the optimizer updates. Each flat buffer has one entry."""
+    def _updated(cls, wrapper: Any) -> Iterator[tuple[int, Sequence[Any], torch.Tensor]]:
+        """Yields for each flat buffer the index of its param group, the parameters that the optimizer updates, in the
+        order in which they lie in it, and its master weights."""
         for index, group in enumerate(wrapper.param_groups):
             for parameter in group["params"]:
                 if parameter.numel() and (parameter.requires_grad or wrapper.state.get(parameter)):
-                    yield ParamGroup(index, [parameter], parameter)
+                    yield index, [parameter], parameter

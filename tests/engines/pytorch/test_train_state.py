@@ -14,6 +14,8 @@ from torch import nn
 
 import zckpt
 from tests.support.torch_models import OPTIMIZERS, Net, backward, held, make_state, train
+from zckpt.engines import adapt
+from zckpt.plan.inventory import BUFFER, PARAM
 from zckpt.testing.engine_definition import frozen
 
 if TYPE_CHECKING:
@@ -176,10 +178,21 @@ def test_adam_and_adamw_are_told_apart_by_what_they_do(tmp_path: Path) -> None:
     zckpt.restore(alike, tmp_path / "a")
 
 
+def test_whole_weights_and_moments_are_written_without_a_view_of_each() -> None:
+    state = make_state("alone")
+    train(state, 1)
+    optimizer = state.optimizers[0]
+    moments = [value for of_weight in optimizer.state.values() for key, value in of_weight.items() if key != "step"]
+    held_here = {id(tensor) for tensor in (*state.model.parameters(), *moments)}
+    fragments = [f for f in adapt(state).inventory(None).fragments if f.part not in (BUFFER, PARAM)]
+    assert {id(fragment.data) for fragment in fragments} <= held_here
+    assert len(fragments) > len(moments)
+
+
 def test_a_buffer_that_is_not_dense_is_refused_by_name(tmp_path: Path) -> None:
     state = make_state("alone")
     state.model.register_buffer("sparse", torch.zeros(2, 2).to_sparse())
-    with pytest.raises(zckpt.UnsupportedError, match=r"buffer/sparse .*torch\.sparse_coo"):
+    with pytest.raises(zckpt.UnsupportedError, match=r"sparse, which is a tensor of layout torch\.sparse_coo"):
         zckpt.write(state, tmp_path / "a")
 
 

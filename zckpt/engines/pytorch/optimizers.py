@@ -1,16 +1,16 @@
 """The optimizers of a ``TrainState`` as one optimizer, whose state has the local tensors of DTensors.
 
-``engines/optimizer.py`` reads and sets the state of an optimizer by its flat buffers. Here a flat buffer is what this
+``engines/optimizer`` reads and sets the state of an optimizer by its flat buffers. Here a flat buffer is what this
 rank holds of one parameter. Torch keeps the state under the parameter itself, and if that is a DTensor, its moments are
 DTensors too."""
 
 from __future__ import annotations
 
+from collections import UserDict
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zckpt.engines.state_view import StateView
 from zckpt.engines.tensors import local_of
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Optimizers:
-    """One or several optimizers of torch. It has the attributes of an optimizer that ``engines/optimizer.py`` uses."""
+    """One or several optimizers of torch. It has the attributes of an optimizer that ``engines/optimizer`` uses."""
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self.all = optimizers
@@ -72,16 +72,15 @@ class States:
         return state if parameter is local else LocalState(state, parameter)
 
 
-class LocalState(StateView):
-    """What an optimizer keeps for a parameter that is a DTensor. A DTensor is read as its local tensor. A tensor that
-    is added with the shape of the parameter's local tensor becomes a DTensor."""
+class LocalState(UserDict[str, Any]):
+    """Shows what an optimizer keeps for a parameter that is a DTensor, and changes it. A DTensor is read as its local
+    tensor. A tensor that is added with the shape of the parameter's local tensor becomes a DTensor."""
 
     def __init__(self, state: dict[str, Any], parameter: torch.Tensor) -> None:
-        super().__init__(state)
-        self._parameter = parameter
+        self.data, self._parameter = state, parameter  # UserDict.__init__ would make a copy of the state.
 
     def __getitem__(self, key: str) -> Any:
-        value = super().__getitem__(key)
+        value = self.data[key]
         return local_of(value) if isinstance(value, torch.Tensor) else value
 
     def __setitem__(self, key: str, value: Any) -> None:
@@ -95,4 +94,4 @@ class LocalState(StateView):
                 shape=parameter.shape,
                 stride=parameter.stride(),
             )
-        super().__setitem__(key, value)
+        self.data[key] = value

@@ -10,30 +10,24 @@ import torch
 
 from zckpt.engines.flats import foreign
 from zckpt.engines.tensors import local_of
-from zckpt.engines.unwrapped import ParamGroup, Unwrapped
+from zckpt.engines.unwrapped import Unwrapped
 from zckpt.format.names import Tier
-from zckpt.transfer.memory import lies_in_order, not_plain
+from zckpt.transfer.memory import lies_in_order
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
-    from zckpt.engines.local_tensors import LocalTensor
+    from zckpt.engines.local_tensors import LocalTensors
 
 
 class Parameters(Unwrapped):
     """Reads and restores parameters, and the ``Optimizers`` that update them. ``Kind`` documents the members."""
 
     @classmethod
-    def unsupported(
-        cls, wrapper: Any, parameters: Mapping[str, Any], local_tensors: Mapping[str, LocalTensor]
-    ) -> Iterator[str]:
+    def unsupported(cls, wrapper: Any, parameters: Mapping[str, Any], local_tensors: LocalTensors) -> Iterator[str]:
         for name, parameter in parameters.items():
-            local = local_of(parameter)
-            why = not_plain(local)
-            if why is None and not lies_in_order(local):
-                why = "is not contiguous"
-            if why is not None:
-                yield f"{name}, which {why}"
+            if not lies_in_order(local_of(parameter)):
+                yield f"{name}, which is not contiguous"
                 return
         if wrapper is not None:
             yield from foreign(parameters, (p for param_group in wrapper.param_groups for p in param_group["params"]))
@@ -56,11 +50,11 @@ class Parameters(Unwrapped):
             parameter.grad = None
 
     @classmethod
-    def _param_groups(cls, wrapper: Any) -> Iterator[ParamGroup]:
+    def _updated(cls, wrapper: Any) -> Iterator[tuple[int, Sequence[Any], torch.Tensor]]:
         for index, group in enumerate(() if wrapper is None else wrapper.param_groups):
             for parameter in group["params"]:
                 if parameter.numel() and (parameter.requires_grad or wrapper.state_of(parameter)):
-                    yield ParamGroup(index, [parameter], wrapper.state.local(parameter))
+                    yield index, [parameter], wrapper.state.local(parameter)
 
 
 def reshard(model: torch.nn.Module) -> None:
