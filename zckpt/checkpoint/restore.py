@@ -268,9 +268,9 @@ def restore_engine(engine: object, path: Place, request: Request) -> tuple[Resto
         (plan,) = plans
         if first is not None:
             raise _mismatch(plan, first, same_as, ranks)
-        kept = {fragment.key for fragment in plan.match.wanted} - {fragment.key for fragment in plan.match.filled}
         out = away(engine)
         if out is not None:
+            kept = {fragment.key for fragment in plan.match.wanted} - {fragment.key for fragment in plan.match.filled}
             out.bring_back_to_restore(kept, ranks, request.budget)
         rank_of_writer = ranks.rank if plan.checkpoint.manifest.world_size == ranks.size else None
         ranks.together(lambda: _change(plan, rank_of_writer, request), "restore")
@@ -290,10 +290,10 @@ def restore_engine(engine: object, path: Place, request: Request) -> tuple[Resto
             out.settled((), {})  # The lost states were restored.
         ranks.together(lambda: _load_registered(engine, plan, request, ranks), "load what is registered")
     match = plan.match
-    restored = Restored(
-        plan.client_state, by_part(match.sources), by_part(match.kept), by_part(match.unexpected),
-        by_part(match.converted),
-    )  # fmt: skip
+    sources, converted = (
+        {part: tuple(of_part) for part, of_part in by_name.items()} for by_name in (match.sources, match.converted)
+    )
+    restored = Restored(plan.client_state, sources, by_part(match.kept), by_part(match.unexpected), converted)
     return restored, RankStates(plan.checkpoint, plan.rank_state)
 
 
@@ -341,7 +341,7 @@ def _plan(engine: object, opened: Callable[[], tuple[Store, Contents]], request:
             "tensors of the engine are on the device meta, which keeps no values",
             hint="give them memory before they are restored, such as by module.to_empty(device=...)",
         )
-    check_memory(tensors_in_memory(adapter, adapter.parts), MismatchError)
+    check_memory(tensors_in_memory(adapter), MismatchError)
     store, contents = opened()
     with advised(store):
         checkpoint = Loader(str(store.location), contents, request.budget)
@@ -393,8 +393,11 @@ def _change(plan: RestorePlan, rank: int | None, request: Request) -> None:
 
 def _fill(plan: RestorePlan, rank: int | None, request: Request) -> None:
     checkpoint, sources = plan.checkpoint, plan.match.sources
-    stored = [fragment for fragment in plan.match.filled if fragment.key in sources]
-    nbytes = sum(fragment.span.numel * sources[fragment.key].dtype.itemsize for fragment in stored)
+    nbytes = sum(
+        fragment.span.numel * sources[fragment.part][fragment.name].item_bytes
+        for fragment in plan.match.filled
+        if fragment.name in sources.get(fragment.part, ())
+    )
     devices = plan.adapter.devices
     synchronize(devices)
     staging = checkpoint.staging(devices)
@@ -414,12 +417,12 @@ def _fill(plan: RestorePlan, rank: int | None, request: Request) -> None:
                 )  # fmt: skip
 
 
-def _requests(fragments: Iterable[Fragment], sources: Mapping[str, TensorInfo]) -> Iterator[ReadRequest]:
+def _requests(fragments: Iterable[Fragment], sources: Mapping[str, Mapping[str, TensorInfo]]) -> Iterator[ReadRequest]:
     """Yields a request for each fragment for which ``sources`` has a tensor of the checkpoint. Sets all others to zero:
     they are moments of parameters that were frozen when the checkpoint was written."""
     for fragment in fragments:
         assert isinstance(fragment.data, torch.Tensor), "``fill`` supplies the memory"
-        info = sources.get(fragment.key)
+        info = sources.get(fragment.part, {}).get(fragment.name)
         if info is None:
             fragment.data.zero_()
         else:

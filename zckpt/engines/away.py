@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 from weakref import WeakValueDictionary
 
 from zckpt.format.names import Tier
-from zckpt.plan.inventory import FileRange
+from zckpt.plan.inventory import GRADIENT, FileRange
 from zckpt.transfer.memory import not_plain
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def away(engine: object) -> Away | None:
 
 def is_on_disk(tensor: torch.Tensor) -> bool:
     """Returns whether the storage of a tensor is on disk."""
-    return bool(storages_on_disk) and not not_plain(tensor) and tensor.untyped_storage()._cdata in storages_on_disk
+    return not not_plain(tensor) and tensor.untyped_storage()._cdata in storages_on_disk
 
 
 def where_they_are(fragments: Iterable[Fragment]) -> list[Fragment]:
@@ -87,8 +87,14 @@ def where_they_are(fragments: Iterable[Fragment]) -> list[Fragment]:
     return found
 
 
-def tensors_in_memory(adapter: EngineAdapter, parts: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields a name and the tensor of each holding of these parts that is not on disk."""
+def tensors_in_memory(adapter: EngineAdapter) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields a name and the tensor of each holding that a restore may fill and that is not on disk. A tensor that
+    belongs to two parts is yielded once."""
+    seen: dict[int, torch.Tensor] = {}  # The tensors stay alive, so that no other one gets the same ``id``.
     for holding in adapter.memory():
-        if holding.part in parts and not isinstance(holding.data, FileRange) and not is_on_disk(holding.data):
-            yield f"{holding.part}/{holding.name}", holding.data
+        data = holding.data
+        if holding.part == GRADIENT or holding.in_tree or isinstance(data, FileRange) or id(data) in seen:
+            continue
+        seen[id(data)] = data
+        if not (storages_on_disk and is_on_disk(data)):
+            yield f"{holding.part}/{holding.name}", data

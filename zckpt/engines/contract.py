@@ -302,8 +302,8 @@ class Selection:
     wanted: tuple[Fragment, ...]
     """Those fragments of ``EngineAdapter.wanted`` that are filled. A moment that the checkpoint does not have is filled
     with zeros, all other fragments are filled from the checkpoint."""
-    restored: Collection[str]
-    """The keys of those fragments in ``wanted`` that are filled from the checkpoint."""
+    restored: Mapping[str, Collection[str]]
+    """The names of those tensors in ``wanted`` that are filled from the checkpoint, by part."""
     kept: Collection[str]
     """The names of the parameters whose weights and moments stay as they are. The step that counts for such a parameter
     stays too, unless it also counts for a parameter that is restored."""

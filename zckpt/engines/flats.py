@@ -27,7 +27,7 @@ from zckpt.plan.inventory import MASTER, RESERVED_PARTS, FileRange, Fragment
 from zckpt.transfer.memory import has_own_operations
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Container, Iterable, Iterator, Sequence
 
     from zckpt.geometry import Span
 
@@ -145,7 +145,9 @@ class FlatBuffer:
     @property
     def stored_names(self) -> tuple[str, ...]:
         """The names of these parameters in a checkpoint. Each name is there once."""
-        return tuple(dict.fromkeys(parameter_range.stored_name for parameter_range in self.ranges))
+        if len(self.ranges) == 1:  # There may be very many flat buffers with one parameter.
+            return (self.ranges[0].stored_name,)
+        return tuple(dict.fromkeys([parameter_range.stored_name for parameter_range in self.ranges]))
 
     @property
     def numel(self) -> int:
@@ -172,34 +174,40 @@ class FlatBuffer:
                 for held in ranges
                 if held.span.numel
             )
-        return _fragments((held for held in ranges if held.written), part, dtype, data, tier)
+        return _fragments([held for held in ranges if held.written], part, dtype, data, tier)
 
-    def wanted(self, part: str, dtype: torch.dtype, data: torch.Tensor | None = None) -> Iterator[Fragment]:
-        """Yields the fragments that this rank reads of ``part``. Without ``shares``, these are all elements that its
-        memory holds."""
-        return _fragments(self._read(part), part, dtype, data, Tier.DEVICE)
+    def wanted(self, part: str, names: Container[str], data: torch.Tensor) -> Iterator[Fragment]:
+        """Yields the fragments that this rank reads of ``part``, for those of its tensors whose names in a checkpoint
+        are in ``names``. Without ``shares``, these are all elements of them that its memory holds. ``data``: as in
+        ``fragments``."""
+        read = [parameter_range for parameter_range in self._read(part) if parameter_range.stored_name in names]
+        return _fragments(read, part, data.dtype, data, Tier.DEVICE)
 
     def _read(self, part: str) -> tuple[ParameterRange, ...]:
         return self.wider.get(part, self.ranges if self.shares is None else self.shares)
 
     def expected(self, part: str, dtype: torch.dtype) -> Iterator[Fragment]:
-        """Yields the same fragments as ``wanted``, without data, in an order that is the same on every rank. A
-        parameter of which this rank reads no elements has a fragment without elements."""
-        read = {parameter_range.name: parameter_range for parameter_range in self._read(part)}
-        for written in self.ranges:
-            span = read[written.name].span if written.name in read else written.span.narrow(0, 0)
-            name = written.stored_name
+        """Yields the fragments that this rank reads of ``part``, without data, in an order that is the same on every
+        rank. A parameter of which this rank reads no elements has a fragment without elements."""
+        read = self._read(part)
+        spans = None if read is self.ranges else {of_read.name: of_read.span for of_read in read}
+        for held in self.ranges:
+            span = held.span if spans is None else spans.get(held.name) or held.span.narrow(0, 0)
+            name = held.stored_name
             yield Fragment(part, name, dtype_name(dtype, part, name), span)
 
 
 def _fragments(
-    ranges: Iterable[ParameterRange],
+    ranges: Sequence[ParameterRange],
     part: str,
     dtype: torch.dtype,
     data: torch.Tensor | FileRange | None,
     tier: Tier,
 ) -> Iterator[Fragment]:
-    tier = Tier.NVME if isinstance(data, FileRange) else tier
+    if isinstance(data, FileRange):
+        tier = Tier.NVME
+    elif data is not None and len(ranges) > 1:
+        data = data.detach().view(-1)  # once for all of them
     for parameter_range in ranges:
         name, span = parameter_range.stored_name, parameter_range.span
         if span.numel:
@@ -209,18 +217,18 @@ def _fragments(
 
 
 def elements_of(data: torch.Tensor | FileRange, start: int, count: int, dtype: torch.dtype) -> torch.Tensor | FileRange:
-    """Returns ``count`` elements of ``data`` from element ``start`` on, in row-major order. A tensor is returned as a
-    1-D view that shares its memory, and the range of a file as a smaller range."""
+    """Returns ``count`` elements of ``data`` from element ``start`` on, in row-major order: a tensor that shares the
+    memory of ``data``, or a smaller range of a file."""
     if isinstance(data, FileRange):
         return data.narrow(start * dtype.itemsize, count * dtype.itemsize)
     return view_of(data, start, count)
 
 
 def view_of(tensor: torch.Tensor, start: int, count: int) -> torch.Tensor:
-    """Does what ``elements_of`` does for a tensor. There may be very many, so no call of torch is made without need."""
-    flat = tensor.detach()
-    flat = flat if flat.dim() == 1 else flat.view(-1)
-    return flat if count == flat.numel() else flat.narrow(0, start, count)
+    """Does what ``elements_of`` does for a tensor. The result keeps the memory, also if the engine gives ``tensor``
+    another memory while a write in the background still reads it."""
+    own = tensor.detach()
+    return own if count == own.numel() else own.view(-1).narrow(0, start, count)
 
 
 def foreign(parameters: Mapping[str, Any], optimized: Iterable[Any]) -> Iterator[str]:
@@ -255,7 +263,7 @@ def divided(flat: FlatBuffer, state: Mapping[str, Any]) -> Divided:
 
 def moments(flat: FlatBuffer, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Returns the moments in the optimizer's state of a flat buffer, by the names that torch gives them."""
-    return divided(flat, state).moments
+    return {key: value for key, value in state.items() if _is_moment(flat, key, value)}
 
 
 def geometry(flat: FlatBuffer) -> dict[str, Any]:

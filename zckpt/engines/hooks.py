@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import signal
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -51,20 +50,6 @@ def _undoing(undo_calls: Iterable[Callable[[], None]]) -> Callable[[], None]:
             pending.pop()()
 
     return undo
-
-
-def workers_ignore(signals: Iterable[int]) -> Callable[[], None]:
-    """Arranges that worker processes of data loaders ignore these signals, if they are started by fork from now on.
-    Launchers send the signals to the workers too, and without its workers the training could not finish its next step.
-    Returns a function that ends this for workers that are started later."""
-    from torch.utils.data._utils import signal_handling
-
-    numbers = [*signals]
-
-    def ignore() -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
-
-    return after_calls([(signal_handling, "_set_worker_signal_handlers", ignore)])
 
 
 def _watched(owner: Any, name: str) -> _Watched:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from zckpt.engines.flats import FlatBuffer, ParameterRange
-    from zckpt.engines.local_tensors import LocalTensor
+    from zckpt.engines.local_tensors import LocalTensors
     from zckpt.format.names import Tier
     from zckpt.plan.inventory import FileRange
 
@@ -37,15 +37,13 @@ class Kind:
     Attributes whose storages also belong to master weights, to their optimizer state or to parameters are left out.
     Some versions of DeepSpeed do not have all of these attributes."""
 
-    def __init__(self, wrapper: Any, parameters: Mapping[str, Any], local_tensors: Mapping[str, LocalTensor]) -> None:
+    def __init__(self, wrapper: Any, parameters: Mapping[str, Any], local_tensors: LocalTensors) -> None:
         """Changes nothing. ``wrapper``: the object that has the state. ``parameters`` and ``local_tensors``: those of
         the module, by name."""
         self._wrapper, self._parameters, self._local_tensors = wrapper, parameters, local_tensors
 
     @classmethod
-    def unsupported(
-        cls, wrapper: Any, parameters: Mapping[str, Any], local_tensors: Mapping[str, LocalTensor]
-    ) -> Iterator[str]:
+    def unsupported(cls, wrapper: Any, parameters: Mapping[str, Any], local_tensors: LocalTensors) -> Iterator[str]:
         """Yields the reasons why this layout of the parameters is not supported, with names of parameters. Changes
         nothing."""
         raise NotImplementedError
@@ -79,8 +77,8 @@ class Kind:
 
     def weight(self, name: str) -> tuple[ParameterRange, torch.Tensor | FileRange]:
         """Returns what this rank holds of a parameter, in the dtype that the model computes with: the range of the
-        elements, and the elements themselves. They are 1-D and share the memory of the parameter, or they are a range
-        of its swap file."""
+        elements, and the elements themselves. They are contiguous and share the memory of the parameter, or they are a
+        range of its swap file."""
         raise NotImplementedError
 
     def stored_name(self, name: str) -> str:
@@ -104,20 +102,22 @@ class Kind:
 
     def memory(self) -> Iterator[Holding]:
         """Returns what ``EngineAdapter.memory`` returns, but without the buffers of the module."""
+        states = self.optimizer.state if self.flats else {}
         for flat in self.flats:
-            name = next(iter(flat.names), "")
-            state = self.optimizer.state.get(flat.master, {})
+            name = flat.ranges[0].name if flat.ranges else ""
+            state = states.get(flat.master, {})
             fragments = {MASTER, GRADIENT, *moments(flat, state)}
-            for key, value in {MASTER: flat.master, **state, GRADIENT: flat.master.grad}.items():
-                file = flat.files.get(key)
-                part = part_of_state(key)
-                if file is None:
+            for key, value in ((MASTER, flat.master), *state.items(), (GRADIENT, flat.master.grad)):
+                if key in flat.files:
+                    yield Holding(part_of_state(key), name, flat.files[key], flat.master.dtype)
+                elif value is not None:
+                    part = part_of_state(key)
                     yield from holdings(part, name, value, in_tree=part not in fragments)
-                else:
-                    yield Holding(part, name, file, flat.master.dtype)
         for name, parameter in self._parameters.items():
             yield from holdings(PARAM, name, parameter)
-            yield from holdings(GRADIENT, name, [parameter.grad, getattr(parameter, "grad_accum", None)])
+            for gradient in (parameter.grad, getattr(parameter, "grad_accum", None)):
+                if gradient is not None:
+                    yield from holdings(GRADIENT, name, gradient)
         for part, attributes in self.MEMORY.items():
             for attribute in attributes:
                 yield from holdings(part, attribute, getattr(self._wrapper, attribute, None))
@@ -154,8 +154,9 @@ class Kind:
         that were restored. They are the same on every rank. Not collective."""
 
     def after_restore(self) -> None:
-        """Derives everything that depends on the master weights, moments and weights of other ranks. Collective. Before
-        the last exchange between the ranks, nothing in it can fail on one rank alone."""
+        """Derives everything that depends on the master weights, moments and weights of other ranks, unless the next
+        forward pass does so. Collective. Before the last exchange between the ranks, nothing in it can fail on one rank
+        alone."""
 
     @property
     def _offloaded_states(self) -> frozenset[Any]:

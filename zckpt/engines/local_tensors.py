@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING
 from zckpt.engines.group import ranks_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator
 
     from torch.distributed import ProcessGroup
 
@@ -46,8 +47,12 @@ class LocalTensor:
     the same borders. If not, the partitions of replicas cannot be compared."""
 
 
+LocalTensors = Mapping[str, LocalTensor]
+"""The local tensors of all parameters of a model, by name."""
+
+
 def owner_mismatch(
-    partitioned: Iterable[tuple[str, ProcessGroup | None]], local_tensors: Mapping[str, LocalTensor]
+    partitioned: Iterable[tuple[str, ProcessGroup | None]], local_tensors: LocalTensors
 ) -> Iterator[str]:
     """Yields a phrase for an error if a parameter is partitioned over other ranks than its owners, or in another order.
     ``partitioned``: names of parameters, and the process group over which each is partitioned."""

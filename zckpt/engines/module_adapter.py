@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from zckpt.engines import optimizer
-from zckpt.engines.contract import EngineAdapter
+from zckpt.engines.contract import EngineAdapter, UsingMethod
 from zckpt.engines.extra_state import ExtraState
 from zckpt.engines.flats import moments
 from zckpt.engines.tensors import (
@@ -92,7 +92,7 @@ class ModuleAdapter(EngineAdapter):
     def trains(self) -> bool:
         return self.kind.optimizer is not None
 
-    @property
+    @cached_property
     def devices(self) -> frozenset[torch.device]:
         masters = (flat.master for flat in self.kind.flats)
         weights = map(local_of, self.parameters[0].values())
@@ -138,6 +138,18 @@ class ModuleAdapter(EngineAdapter):
         """Returns the name of a weight, with the elements of it that this rank holds if these are not all."""
         return name
 
+    def uses_of_state(self, modules: Iterable[Any], optimizers: Iterable[Any]) -> Iterator[UsingMethod]:
+        """Yields the methods of torch's classes that belong to the result of ``uses``."""
+        for module in {id(module): module for module in modules}.values():
+            for method in ("state_dict", "load_state_dict"):
+                yield UsingMethod(module, method, {PARAM, BUFFER})
+            # Conversions of a module, such as half, to and share_memory, call this method.
+            yield UsingMethod(module, "_apply", {PARAM, BUFFER}, "a conversion of the module")
+            yield UsingMethod(module, "__call__", {PARAM, BUFFER}, "a call of the module")
+        for each in {id(each): each for each in optimizers}.values():
+            for method in ("step", "state_dict", "load_state_dict"):
+                yield UsingMethod(each, method)
+
     def memory(self) -> Iterator[Holding]:
         extra = self.extra.tensors  # first, as in ``inventory``
         yield from self.kind.memory()
@@ -151,16 +163,19 @@ class ModuleAdapter(EngineAdapter):
         fragments: list[Fragment] = []
         for flat in self.kind.flats:
             fragments += flat.expected(MASTER, flat.master.dtype)
-        for part in dict.fromkeys((*self.live_moments, *sorted(set(stored) - RESERVED_PARTS))):
-            names, masters = stored.get(part, {}), stored.get(MASTER, {})
-            for flat in self.kind.flats:
-                live = moments(flat, self._state_of(flat.master)).get(part)
+        flats = [(flat, live, flat.stored_names) for flat, live in zip(self.kind.flats, self._moments, strict=True)]
+        masters = stored.get(MASTER, {})
+        live_moments = chain.from_iterable(live for _, live, _ in flats)
+        for part in dict.fromkeys((*live_moments, *sorted(set(stored) - RESERVED_PARTS))):
+            of_part = stored.get(part, {})
+            for flat, live, names in flats:
                 # If one parameter of the flat buffer has this moment, all of them must be filled: a moment that the
                 # checkpoint lacks must be reported, and not stay at zero.
-                if live is not None or not names.keys().isdisjoint(flat.stored_names):
-                    like = next(names[name] for name in flat.stored_names if name in names) if live is None else live
-                    dtype = like.dtype
-                    if live is None and dtype in {masters[name].dtype for name in flat.stored_names if name in masters}:
+                if part in live:
+                    fragments += flat.expected(part, live[part].dtype)
+                elif saved := [of_part[name].dtype for name in names if name in of_part]:
+                    dtype = saved[0]
+                    if dtype in [masters[name].dtype for name in names if name in masters]:
                         # A moment that was saved in the dtype of its weight has it here too.
                         dtype = self.kind.moment_dtype(flat)
                     fragments += flat.expected(part, dtype)
@@ -195,7 +210,12 @@ class ModuleAdapter(EngineAdapter):
             name = self.counterpart(name)
             return not name or name in places.get(part, optimized) or (part == BUFFER and self._is_extra(name))
 
-        return [f"{part}/{name}" for part, names in stored.items() for name in names if not has_place(part, name)]
+        return [
+            f"{part}/{name}"
+            for part, names in stored.items()
+            for name in names
+            if name not in places.get(part, optimized) and not has_place(part, name)
+        ]
 
     @cached_property
     def _named(self) -> tuple[Named[torch.nn.Parameter], Named[torch.Tensor]]:
@@ -254,7 +274,7 @@ class ModuleAdapter(EngineAdapter):
     def masterless(self) -> dict[str, None]:
         """The names of the parameters that the optimizer does not update. They are frozen, were not given to it, or
         have no elements."""
-        optimized = {name for flat in self.kind.flats for name in flat.names}
+        optimized = {held.name for flat in self.kind.flats for held in flat.ranges}
         return {name: None for name in self.parameters[0] if name not in optimized}
 
     @cached_property
@@ -270,12 +290,9 @@ class ModuleAdapter(EngineAdapter):
     @property
     def _moments(self) -> list[dict[str, torch.Tensor]]:
         """The moments of each flat buffer that exist in memory or in swap files now."""
-        return [moments(flat, self._state_of(flat.master)) for flat in self.kind.flats]
-
-    def _state_of(self, master: torch.Tensor) -> dict[str, Any]:
-        """Returns what the optimizer keeps for a flat buffer. ``master``: the master weights of that flat buffer."""
-        state: dict[str, Any] = self.kind.optimizer.state.get(master, {})
-        return state
+        flats = self.kind.flats
+        states = self.kind.optimizer.state if flats else {}
+        return [moments(flat, states.get(flat.master, {})) for flat in flats]
 
     def trees_of_optimizer(self) -> dict[str, Any]:
         """Returns the trees ``optimizer`` and ``scheduler`` of ``EngineAdapter.state``."""

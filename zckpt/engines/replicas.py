@@ -6,7 +6,6 @@ owners exchange what they have read. ``plan.replicas`` describes the shares, and
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from itertools import chain
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
@@ -22,10 +21,9 @@ from zckpt.transfer.memory import lies_in_order
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-    from contextlib import AbstractContextManager
 
     from zckpt.engines.group import RankGroup
-    from zckpt.engines.local_tensors import LocalTensor
+    from zckpt.engines.local_tensors import LocalTensors
     from zckpt.geometry import Span
 
 GATHER_BYTES = 32 << 20
@@ -37,16 +35,14 @@ class Replicated(Kind):
     """The base class for wrappers that keep whole local tensors. An engine without an optimizer needs no more than this
     class. ``Kind`` documents the members."""
 
-    def __init__(self, wrapper: Any, parameters: Mapping[str, Any], local_tensors: Mapping[str, LocalTensor]) -> None:
+    def __init__(self, wrapper: Any, parameters: Mapping[str, Any], local_tensors: LocalTensors) -> None:
         super().__init__(wrapper, parameters, local_tensors)
         self._gather: Callable[[], None] = lambda: None
         """Makes the replicas complete from the shares of all ranks. ``after_fill`` sets this function, and
         ``after_restore`` calls it."""
 
     @classmethod
-    def unsupported(
-        cls, wrapper: Any, parameters: Mapping[str, Any], local_tensors: Mapping[str, LocalTensor]
-    ) -> Iterator[str]:
+    def unsupported(cls, wrapper: Any, parameters: Mapping[str, Any], local_tensors: LocalTensors) -> Iterator[str]:
         yield from unsupported(parameters)
 
     def tier(self, part: str) -> Tier:
@@ -58,13 +54,9 @@ class Replicated(Kind):
     def read_share(self, name: str) -> tuple[ParameterRange, torch.Tensor]:
         return self._elements(name, self._share(name))
 
-    def weight_in_memory(self, name: str) -> AbstractContextManager[torch.Tensor]:
-        return nullcontext(self.read_share(name)[1])
-
     def after_fill(self, weights: Collection[str]) -> None:
-        restored = (
-            (name, parameter) for name, parameter in self._parameters.items() if self.stored_name(name) in weights
-        )
+        named = self._parameters.items() if weights else ()
+        restored = ((name, parameter) for name, parameter in named if self.stored_name(name) in weights)
         # Weights that were not restored are already equal on all owners.
         self._gather = self._gathering(chain(restored, self._replicas()))
 

@@ -13,11 +13,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from zckpt.engines.contract import is_left_out
-from zckpt.engines.optimizer import like
+from zckpt.engines.optimizer.values import like
 from zckpt.errors import FormatError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
 _COUNTS = ("last_epoch", "last_batch_iteration")
 """The names under which the schedulers of torch and those of DeepSpeed count their steps."""
@@ -120,6 +120,12 @@ class SavedScheduler:
         if type(saved) is list and isinstance(live, list) and len(saved) == len(live):
             return [self._fitted(*pair) for pair in zip(saved, live, strict=True)]
         return like(saved, live)
+
+
+def unsupported_scheduler(scheduler: Any) -> Iterator[str]:
+    """Yields a phrase for an error if the state of a scheduler cannot be read or set."""
+    if scheduler is not None and not (hasattr(scheduler, "state_dict") and hasattr(scheduler, "load_state_dict")):
+        yield f"a scheduler without state_dict() and load_state_dict(): {type(scheduler).__qualname__}"
 
 
 def _inside(saved: object, live: object) -> Iterable[tuple[object, object]]:

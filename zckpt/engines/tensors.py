@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping
+from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -12,7 +13,7 @@ import torch
 from zckpt.engines.composed import inner_tensors, is_composed
 from zckpt.errors import UnsupportedError
 from zckpt.plan.inventory import Holding
-from zckpt.transfer.memory import PLAIN_CLASSES, why_no_memory
+from zckpt.transfer.memory import PLAIN_CLASSES, not_plain, why_no_memory
 from zckpt.transfer.torch_dtypes import DTYPE_NAMES
 
 if TYPE_CHECKING:
@@ -92,6 +93,17 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return local
 
 
+def unsaveable(named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[str]:
+    """Yields a phrase for an error about the first tensor that no data file can hold, if there is one."""
+    for name, tensor in named:
+        if why := not_plain(tensor):
+            yield f"{name}, which {why}"
+            return
+        if tensor.dtype not in DTYPE_NAMES:
+            yield f"{name} of dtype {tensor.dtype}, which safetensors does not know"
+            return
+
+
 def holdings(
     part: str,
     name: str,
@@ -100,26 +112,29 @@ def holdings(
     workspace: bool = False,
     in_tree: bool = False,
     inside: frozenset[int] = frozenset(),
-) -> Iterator[Holding]:
-    """Yields a holding for each dense tensor with elements that is in ``value``. ``value`` is a tensor, or a collection
-    in which there are tensors. ``workspace``, ``in_tree``: as in ``Holding``. ``inside``: the collections in which
-    ``value`` is, by ``id``, because a collection may contain itself."""
+) -> Iterable[Holding]:
+    """Returns a holding for each dense tensor with elements that is in ``value``. ``value`` is a tensor, or a
+    collection in which there are tensors. ``workspace``, ``in_tree``: as in ``Holding``. ``inside``: the collections in
+    which ``value`` is, by ``id``, because a collection may contain itself."""
     items: Iterable[Any] = ()
     if isinstance(value, torch.Tensor):
         if value.layout == torch.sparse_coo:
             items = value._indices(), value._values()
         elif is_composed(value):
             items = inner_tensors(value).values()
-        elif local_of(value).numel() and not value.is_meta:
-            yield Holding(part, name, local_of(value), value.dtype, workspace, in_tree)
+        else:
+            local = local_of(value)
+            is_here = local.numel() and not value.is_meta
+            return [Holding(part, name, local, value.dtype, workspace, in_tree)] if is_here else []
     elif isinstance(value, Mapping):
         items = value.values()
     elif isinstance(value, list | tuple | set | frozenset | deque):  # To iterate over other objects may change them.
         items = value
-    if id(value) not in inside:
-        within = inside | {id(value)}
-        for item in items:
-            yield from holdings(part, name, item, workspace=workspace, in_tree=in_tree, inside=within)
+    if id(value) in inside:
+        return []
+    within = inside | {id(value)}
+    found = (holdings(part, name, item, workspace=workspace, in_tree=in_tree, inside=within) for item in items)
+    return chain.from_iterable(found)
 
 
 def some_bytes(tensors: Sequence[torch.Tensor]) -> bytes:
@@ -156,9 +171,10 @@ def plain_name(name: str) -> str:
     """Returns the name that zckpt uses for what ``name`` names in a module. torch.compile adds the name of its wrapper,
     ``_orig_mod``, to the names in every compiled submodule, and torch's ``checkpoint_wrapper`` does so with every
     module whose activations are recomputed. zckpt removes both."""
-    if not any(wrapper in name for wrapper in _WRAPPERS):
-        return name
-    return ".".join(component for component in name.split(".") if component not in _WRAPPERS)
+    for wrapper in _WRAPPERS:
+        if wrapper in name:
+            return ".".join(component for component in name.split(".") if component not in _WRAPPERS)
+    return name
 
 
 def _by_first_name(named: Iterable[tuple[str, T]]) -> tuple[dict[str, T], dict[str, str]]:

@@ -3,7 +3,7 @@
     {"counters": {"global_steps": 5, "global_samples": 40, "micro_steps": 10, "skipped_steps": 0},
      "optimizer": {...}, "scheduler": {"class": "StepLR", "state": {...}} or None}
 
-``optimizer.py`` describes the tree of an optimizer. An engine that does not count something writes 0 for it.
+``optimizer/__init__.py`` describes the tree of an optimizer. An engine that does not count something writes 0 for it.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@ own, or is its own master weight."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from zckpt.engines import replicas
 from zckpt.engines.flats import FlatBuffer, ParameterRange, foreign, moments
@@ -14,56 +14,34 @@ if TYPE_CHECKING:
 
     import torch
 
-    from zckpt.engines.local_tensors import LocalTensor
-
-
-class ParamGroup(NamedTuple):
-    """Parameters of one param group, and the master weights in which they lie one after another."""
-
-    group: int
-    """The index of the param group."""
-    parameters: Sequence[Any]
-    """The parameters, in the order in which they lie in the master weights."""
-    master: torch.Tensor
-    """The master weights of all these parameters."""
-
-    def whole(self, data: torch.Tensor) -> Iterator[tuple[Any, torch.Tensor]]:
-        """Yields each parameter, and a view of its elements in ``data``, which is the master weights or a moment."""
-        offset = 0
-        for parameter in self.parameters:
-            yield parameter, data.detach().view(-1).narrow(0, offset, parameter.numel()).view(parameter.shape)
-            offset += parameter.numel()
+    from zckpt.engines.local_tensors import LocalTensors
 
 
 class Unwrapped(replicas.Replicated):
     """Reads and restores an optimizer that updates the model's own parameters. ``Kind`` documents the members."""
 
-    def __init__(self, wrapper: Any, parameters: Mapping[str, Any], local_tensors: Mapping[str, LocalTensor]) -> None:
+    def __init__(self, wrapper: Any, parameters: Mapping[str, Any], local_tensors: LocalTensors) -> None:
         super().__init__(wrapper, parameters, local_tensors)
-        self._names = {id(parameter): name for name, parameter in parameters.items()}
-        self._groups = tuple(self._param_groups(wrapper))
-        self.flats = tuple(map(self._flat, self._groups))
+        names = {id(parameter): name for name, parameter in parameters.items()}
+        self.flats = tuple(
+            self._flat(group, [names[id(parameter)] for parameter in of_flat], master)
+            for group, of_flat, master in self._updated(wrapper)
+        )
 
     @classmethod
-    def unsupported(
-        cls, wrapper: Any, parameters: Mapping[str, Any], local_tensors: Mapping[str, LocalTensor]
-    ) -> Iterator[str]:
-        param_groups = list(cls._param_groups(wrapper))
+    def unsupported(cls, wrapper: Any, parameters: Mapping[str, Any], local_tensors: LocalTensors) -> Iterator[str]:
+        flats = list(cls._updated(wrapper))
         yield from replicas.unsupported(parameters)
-        yield from foreign(
-            parameters, (parameter for param_group in param_groups for parameter in param_group.parameters)
-        )
+        yield from foreign(parameters, (parameter for _, of_flat, _ in flats for parameter in of_flat))
         # torch's Adagrad makes a state for each parameter when it is created. Those that were made before the wrapper
         # replaced the parameters by master weights are still there, but nobody reads them.
-        known = {id(tensor) for param_group in param_groups for tensor in (param_group.master, *param_group.parameters)}
+        known = {id(tensor) for _, of_flat, master in flats for tensor in (master, *of_flat)}
         if any(state and id(key) not in known for key, state in cls._inner(wrapper).state.items()):
             yield "optimizer state of a parameter that has no elements or is in no param group"
 
     @classmethod
     def has_gradients(cls, wrapper: Any) -> bool:
-        gradients = [
-            parameter.grad for param_group in cls._param_groups(wrapper) for parameter in param_group.parameters
-        ]
+        gradients = [parameter.grad for _, of_flat, _ in cls._updated(wrapper) for parameter in of_flat]
         return any(gradient is not None and not is_zero(gradient) for gradient in gradients)
 
     @property
@@ -72,29 +50,32 @@ class Unwrapped(replicas.Replicated):
 
     def after_restore(self) -> None:
         self._gather()
-        for param_group in self._groups:
-            if local_of(param_group.parameters[0]) is not param_group.master:
-                for parameter, master in param_group.whole(param_group.master):
-                    parameter.detach().copy_(master)
-            for parameter in param_group.parameters:
-                parameter.grad = None
+        for flat in self.flats:
+            if local_of(self._parameters[flat.ranges[0].name]) is not flat.master:
+                for name, master in self._whole(flat, flat.master):
+                    self._parameters[name].detach().copy_(master)
+            for held in flat.ranges:
+                self._parameters[held.name].grad = None
 
     def _replicas(self) -> Iterator[tuple[str, torch.Tensor]]:
         # These are views of the master weight and of each moment of each parameter.
-        for param_group, flat in zip(self._groups, self.flats, strict=True):
-            # A rank reads all of the local tensor of a DTensor, and ``ParamGroup.whole`` cannot divide that.
-            if all(self._local_tensors[name].owners.size == 1 for name in flat.names):
-                continue
-            state = moments(flat, self.optimizer.state.get(flat.master, {}))
-            for data in (param_group.master, *(state[key] for key in sorted(state))):
-                for parameter, view in param_group.whole(data):
-                    yield self._names[id(parameter)], view
+        for flat in self.flats:
+            if flat.shares is not None:
+                state = moments(flat, self.optimizer.state.get(flat.master, {}))
+                for data in (flat.master, *(state[key] for key in sorted(state))):
+                    yield from self._whole(flat, data)
 
-    def _flat(self, param_group: ParamGroup) -> FlatBuffer:
+    def _whole(self, flat: FlatBuffer, data: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields the name of each parameter, and a view of its elements in ``data``, which is the master weights or a
+        moment."""
+        for held in flat.ranges:
+            shape = self._parameters[held.name].shape
+            yield held.name, data.detach().view(-1).narrow(0, held.offset, shape.numel()).view(shape)
+
+    def _flat(self, group: int, names: Sequence[str], master: torch.Tensor) -> FlatBuffer:
         ranges: list[ParameterRange] = []
         offset = 0
-        for parameter in param_group.parameters:
-            name = self._names[id(parameter)]
+        for name in names:
             local = self._local_tensors[name]
             ranges.append(ParameterRange(name, local.span, offset, local.replicated, stored_as=local.stored_as))
             offset += local.span.numel
@@ -102,7 +83,7 @@ class Unwrapped(replicas.Replicated):
         shares = None
         if any(self._local_tensors[held.name].owners.size > 1 for held in ranges):
             shares = tuple(self._share_of(held) for held in ranges)
-        return FlatBuffer(param_group.group, tuple(ranges), param_group.master, whole=whole, shares=shares)
+        return FlatBuffer(group, tuple(ranges), master, whole=whole, shares=shares)
 
     def _share_of(self, held: ParameterRange) -> ParameterRange:
         """Returns the elements of a range that this rank reads."""
@@ -115,9 +96,10 @@ class Unwrapped(replicas.Replicated):
         return wrapper
 
     @classmethod
-    def _param_groups(cls, wrapper: Any) -> Iterator[ParamGroup]:
-        """Yields the parameters that the optimizer updates. Each flat buffer has one entry."""
+    def _updated(cls, wrapper: Any) -> Iterator[tuple[int, Sequence[Any], torch.Tensor]]:
+        """Yields for each flat buffer the index of its param group, the parameters that the optimizer updates, in the
+        order in which they lie in it, and its master weights."""
         for index, group in enumerate(wrapper.param_groups):
             for parameter in group["params"]:
                 if parameter.numel() and (parameter.requires_grad or wrapper.state.get(parameter)):
-                    yield ParamGroup(index, [parameter], parameter)
+                    yield index, [parameter], parameter

@@ -18,13 +18,13 @@ from zckpt.checkpoint.listing.find import find, manifest_of
 from zckpt.checkpoint.tiers.queue import needed_sources
 from zckpt.checkpoint.writing.saves import saves_of
 from zckpt.engines import group_of
-from zckpt.engines.hooks import workers_ignore
 from zckpt.engines.scheduler import SavedScheduler
 from zckpt.errors import ZckptError, warn
 from zckpt.format import names
 from zckpt.frameworks import accelerate_fsdp, lightning_fsdp
 from zckpt.frameworks.fsdp_models import engine_of_model
 from zckpt.frameworks.last_step import LastStep
+from zckpt.frameworks.preemption import workers_ignore
 from zckpt.frameworks.trainer_files import (
     RESUMABLE,
     SCHEDULER,

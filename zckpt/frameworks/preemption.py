@@ -11,14 +11,14 @@ from zckpt.checkpoint.background import wait_for
 from zckpt.checkpoint.write import write_engine
 from zckpt.checkpoint.writing.options import WriteOptions
 from zckpt.engines import adapt, group_of
-from zckpt.engines.hooks import after_calls, before_calls, workers_ignore
+from zckpt.engines.hooks import after_calls, before_calls
 from zckpt.errors import UnsupportedError, ZckptError, warn
 from zckpt.frameworks.last_step import LastStep
 from zckpt.ranks.collectives import Ranks
 from zckpt.storage.schemes import open_store
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
+    from collections.abc import Callable, Collection, Iterable, Mapping
 
     from zckpt.storage.location import StrPath
 
@@ -235,3 +235,17 @@ def on_preemption(
         return str(write_engine(engine, last_path, options))
 
     return Preemption(engine, write_last, signals, exit)
+
+
+def workers_ignore(signals: Iterable[int]) -> Callable[[], None]:
+    """Arranges that worker processes of data loaders ignore these signals, if they are started by fork from now on.
+    Launchers send the signals to the workers too, and without its workers the training could not finish its next step.
+    Returns a function that ends this for workers that are started later."""
+    from torch.utils.data._utils import signal_handling
+
+    numbers = [*signals]
+
+    def ignore() -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+
+    return after_calls([(signal_handling, "_set_worker_signal_handlers", ignore)])

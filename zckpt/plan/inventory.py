@@ -108,8 +108,7 @@ def unconverted(extra: Iterable[str]) -> frozenset[str]:
     return frozenset(chain.from_iterable(paths))
 
 
-@dataclass(frozen=True, slots=True)
-class Holding:
+class Holding(NamedTuple):
     """A place in memory or in a swap file in which an engine holds values of one part of its state, on one rank."""
 
     part: str

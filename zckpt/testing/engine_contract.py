@@ -179,7 +179,7 @@ class EngineContract(AdapterContract):
             adapter = adapt(engine)
             adapter.refuse_unsupported(drop_gradients=True)
             selection = Selection(
-                stored={}, wanted=(), restored=(), kept=(), state={}, rank_state=rank_state, rng=rng
+                stored={}, wanted=(), restored={}, kept=(), state={}, rank_state=rank_state, rng=rng
             )  # fmt: skip
             restoring = adapter.restoring(selection)
             assert restoring.problems() == []

@@ -77,8 +77,9 @@ def uses(kind: type[torch.optim.SGD], count: int, *, known: bool) -> int:
     names = {name for flat in wrapper.flats for name in flat.names}
     unknown = set() if known else names
     saved = optimizer.Saved(tree)
-    assert not optimizer.problems(saved, other, wrapper.flats, {f"exp_avg/{name}" for name in names}, unknown)
-    optimizer.restore(saved, other, wrapper.flats, unknown)
+    restoring = optimizer.OptimizerRestoring(saved, other, wrapper.flats, unknown)
+    assert not restoring.problems({"exp_avg": names})
+    restoring.restore()
     if known:
         assert len(optimizer.capture(other, wrapper.flats)["states"]) == len(tree["states"])
     return Name.used

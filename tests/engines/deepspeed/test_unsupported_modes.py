@@ -11,9 +11,8 @@ import pytest
 
 import zckpt
 from tests.support.models import make_engine
-from zckpt.engines.deepspeed.bf16_optimizer import Bf16Optimizer
 from zckpt.engines.deepspeed.zero3 import Zero3
-from zckpt.engines.deepspeed.zero12 import Zero12
+from zckpt.engines.deepspeed.zero12 import Bf16Optimizer, Zero12
 
 if TYPE_CHECKING:
     from tests.support.cluster import Cluster

@@ -14,6 +14,7 @@ from torch import nn
 
 import zckpt
 from tests.support.torch_models import OPTIMIZERS, Net, backward, held, make_state, train
+from zckpt.engines import adapt
 from zckpt.testing.engine_definition import frozen
 
 if TYPE_CHECKING:
@@ -176,10 +177,23 @@ def test_adam_and_adamw_are_told_apart_by_what_they_do(tmp_path: Path) -> None:
     zckpt.restore(alike, tmp_path / "a")
 
 
+def test_what_a_write_reads_stays_if_the_engine_gives_a_tensor_other_memory() -> None:
+    """A write in the background reads weights and moments by their addresses while the training goes on."""
+    state = make_state("alone")
+    train(state, 1)
+    fragments = [f.data for f in adapt(state).inventory(None).fragments if isinstance(f.data, torch.Tensor)]
+    before = [data.clone() for data in fragments]
+    moments = [value for of_weight in state.optimizers[0].state.values() for value in of_weight.values()]
+    for tensor in (*state.model.parameters(), *filter(torch.is_tensor, moments)):
+        tensor.data = torch.full_like(tensor, -7)
+    assert len(fragments) > len(moments) / 2
+    assert all(torch.equal(data, values) for data, values in zip(fragments, before, strict=True))
+
+
 def test_a_buffer_that_is_not_dense_is_refused_by_name(tmp_path: Path) -> None:
     state = make_state("alone")
     state.model.register_buffer("sparse", torch.zeros(2, 2).to_sparse())
-    with pytest.raises(zckpt.UnsupportedError, match=r"buffer/sparse .*torch\.sparse_coo"):
+    with pytest.raises(zckpt.UnsupportedError, match=r"sparse, which is a tensor of layout torch\.sparse_coo"):
         zckpt.write(state, tmp_path / "a")
 
 

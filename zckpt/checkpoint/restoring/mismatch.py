@@ -114,7 +114,7 @@ def fits_in_part(checkpoint: Loader, matched: Match, trees: Collection[str]) -> 
     if not (kept or matched.unexpected or matched.zeroed):
         return []
     lines = [
-        summary("tensors are restored", list(matched.sources)),
+        summary("tensors are restored", [f"{part}/{name}" for part, of in matched.sources.items() for name in of]),
         summary("of the engine are kept as they are", kept),
         summary("of the checkpoint are left out", matched.unexpected),
     ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +25,6 @@ from zckpt.plan.inventory import MASTER, WEIGHT_PARTS
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
-    from zckpt.checkpoint.listing.contents import TensorInfo
     from zckpt.checkpoint.reading.loader import Loader
     from zckpt.engines.contract import EngineAdapter, Restoring
     from zckpt.progress import Progress
@@ -94,30 +92,26 @@ def plan_restore(
     """Plans the restore of rank ``rank`` of ``size`` ranks. Reads what the checkpoint says of its tensors, and the
     trees of state. ``registered`` has the names of the objects that are to be restored with the engine. Raises
     ValueError for a part or a tree that does not exist, and the errors of reading."""
-    names: dict[str, dict[str, TensorInfo]] = {part: {} for part in checkpoint.parts}
-    for info in checkpoint.contents.values():
-        names[info.part][info.name] = info
     trees = request.state
     if trees is None:
         trees = adapter.trees if request.parts is None else ()
-    known = ((request.parts or (), names, "checkpoint has no part"), (trees, adapter.trees, "engine has no"))
+    parts = checkpoint.parts if request.parts is None else request.parts
+    known = ((parts, checkpoint.parts, "checkpoint has no part"), (trees, adapter.trees, "engine has no"))
     for asked, there, who in known:
         unknown = sorted(set(asked).difference(there))
         if unknown:
             raise ValueError(f"the {who} {', '.join(unknown)}; it has {', '.join(there)}")
-    if request.parts is not None:
-        names = {part: names[part] for part in request.parts}
+    names = {part: {info.name: info for info in checkpoint.contents.of_part(part)} for part in parts}
     in_part, trains = request.parts is not None, adapter.trains
-    matched = match(
-        checkpoint.contents, names, adapter.wanted(names), adapter.unexpected(names), in_part=in_part, trains=trains
-    )
+    wanted, no_place = adapter.wanted(names), adapter.unexpected(names)
+    matched = match(names, checkpoint.manifest.aliases, wanted, no_place, in_part=in_part, trains=trains)
 
     saved, same_size = engine_state(checkpoint), checkpoint.manifest.world_size == size
     state = {name: (saved or {}).get(name) for name in trees}
     needs_rank_state = request.rng or (saved is not None and adapter.needs_rank_state(state))
     rank_state = checkpoint.rank_state(rank, lazy=True) if needs_rank_state and same_size else None
     selection = Selection(
-        stored=names, wanted=matched.filled, restored=matched.sources.keys(), kept=matched.weights_kept, state=state,
+        stored=names, wanted=matched.filled, restored=matched.sources, kept=matched.weights_kept, state=state,
         rank_state=rank_state, rng=request.rng, strict=request.strict, keeps_settings=request.settings == "engine",
     )  # fmt: skip
     restoring = adapter.restoring(selection)
@@ -177,13 +171,16 @@ def plan_restore(
 def _check_sizes(checkpoint: Loader, matched: Match) -> None:
     """Checks the lengths of the files that this rank reads. A thousand ranks have thousands of files, so not every rank
     can look at all of them."""
-    filled = [f for f in matched.filled if f.span.numel and f.key in matched.sources]
-    infos = [matched.sources[f.key] for f in filled]
+    read = [f for f in matched.filled if f.span.numel and f.name in matched.sources.get(f.part, ())]
+    infos = [matched.sources[f.part][f.name] for f in read]
     bounds: dict[str, tuple[int, int]] = {}
-    for f, info, grid in zip(filled, infos, checkpoint.contents.grids(infos), strict=True):
-        span = (f.span.start, f.span.stop) if same_order(f.span.grid, grid) else (0, math.prod(info.shape))
-        known = bounds.get(info.key, span)
-        bounds[info.key] = min(known[0], span[0]), max(known[1], span[1])
+    for f, info, stored in zip(read, infos, checkpoint.contents.grids(infos), strict=True):
+        grid, start, stop = f.span
+        if not same_order(grid, stored):
+            start, stop = 0, grid.numel
+        if info.key in bounds:
+            start, stop = min(bounds[info.key][0], start), max(bounds[info.key][1], stop)
+        bounds[info.key] = start, stop
     checkpoint.contents.check_sizes(infos, bounds=bounds)
 
 

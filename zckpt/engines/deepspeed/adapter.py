@@ -157,11 +157,8 @@ class DeepSpeedAdapter(ModuleAdapter):
         yield UsingMethod(engine, "forward", weights)
         yield UsingMethod(engine, "save_16bit_model", weights)
         yield UsingMethod(engine, "_zero3_consolidated_16bit_state_dict", weights, "module_state_dict")
-        yield UsingMethod(engine.module, "__call__", weights, "a call of the module")
-        for method in ("state_dict", "load_state_dict"):
-            yield UsingMethod(engine.module, method, weights)
-        # Conversions of a module, such as half, to and share_memory, call this method.
-        yield UsingMethod(engine.module, "_apply", weights, "a conversion of the module")
+        optimizers = [engine.optimizer, self.kind.optimizer] if self.trains else []
+        yield from self.uses_of_state([engine.module], optimizers)
         # Muon combines its momentum with the gradients while they are reduced.
         moment = {"momentum_buffer"} if self.trains and uses_muon(self.kind.optimizer) else set()
         for method in ("backward", "_backward_prologue"):  # DeepSpeed calls the second for loss.backward()
@@ -177,10 +174,6 @@ class DeepSpeedAdapter(ModuleAdapter):
         for method in ("save_checkpoint", "load_checkpoint"):
             if not isinstance(vars(engine).get(method), partial):  # zckpt.attach replaces both with zckpt's own
                 yield UsingMethod(engine, method)
-        if self.trains:
-            for owner in {id(owner): owner for owner in (engine.optimizer, self.kind.optimizer)}.values():
-                for method in ("step", "state_dict", "load_state_dict"):
-                    yield UsingMethod(owner, method)
 
     def restoring(self, selection: Selection) -> DeepSpeedRestoring:
         return DeepSpeedRestoring(self, selection)

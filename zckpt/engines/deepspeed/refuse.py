@@ -12,9 +12,8 @@ from zckpt.engines.deepspeed.classes import is_a
 from zckpt.engines.deepspeed.group import group_of_engine, process_group, process_group_of_owners
 from zckpt.engines.deepspeed.wrapper import kind_of
 from zckpt.engines.group import ranks_of
-from zckpt.engines.tensors import persistent_buffers
-from zckpt.transfer.memory import not_plain
-from zckpt.transfer.torch_dtypes import DTYPE_NAMES
+from zckpt.engines.scheduler import unsupported_scheduler
+from zckpt.engines.tensors import persistent_buffers, unsaveable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -34,7 +33,7 @@ def unsupported(engine: Any, adapter: DeepSpeedAdapter) -> list[str]:
     kind = kind_of(engine)
     if reasons or kind is None:  # It is not known where another kind of wrapper keeps its parameters.
         return reasons
-    return [*_parameters(engine, adapter), *_dtypes(engine), *_scheduler(engine)]
+    return [*_parameters(engine, adapter), *unsupported_scheduler(engine.lr_scheduler)]
 
 
 def _kind(engine: Any) -> Iterator[str]:
@@ -114,11 +113,12 @@ def _features(engine: Any) -> Iterator[str]:
 
 
 def _parameters(engine: Any, adapter: DeepSpeedAdapter) -> Iterator[str]:
-    for name, tensor in chain(engine.module.named_parameters(), persistent_buffers(engine.module)[0].items()):
-        why = not_plain(tensor)
-        if why is not None:
-            yield f"{name}, which {why}"
-            return  # Whatever would divide it into the shares of the ranks might call code of its class.
+    # Whatever would divide a tensor of another class into the shares of the ranks might call code of that class.
+    tensors = chain(engine.module.named_parameters(), persistent_buffers(engine.module)[0].items())
+    reasons = [*unsaveable(tensors)]
+    if reasons:
+        yield from reasons
+        return
     kind = kind_of(engine)
     if kind is not None:
         try:
@@ -129,14 +129,6 @@ def _parameters(engine: Any, adapter: DeepSpeedAdapter) -> Iterator[str]:
         yield from kind.unsupported(engine.optimizer, adapter.parameters[0], local_tensors)
         for name in filter(adapter.experts.has, adapter.extra.tensors if adapter.experts.divided else ()):
             yield f"{name}, which an expert adds to its state_dict: other ranks have the same name for other experts"
-            return
-
-
-def _dtypes(engine: Any) -> Iterator[str]:
-    tensors = (engine.module.named_parameters(), persistent_buffers(engine.module)[0].items())
-    for name, tensor in chain.from_iterable(tensors):
-        if tensor.dtype not in DTYPE_NAMES:
-            yield f"{name} of dtype {tensor.dtype}, which safetensors does not know"
             return
 
 
@@ -151,12 +143,6 @@ def pending_gradients(engine: Any) -> Iterator[str]:
     if pending or (counted and steps % accumulation):
         counts = f"micro_steps = {steps}, gradient_accumulation_steps = {accumulation}"
         yield f"gradients that no optimizer step has used yet ({counts})"
-
-
-def _scheduler(engine: Any) -> Iterator[str]:
-    scheduler = engine.lr_scheduler
-    if scheduler is not None and not (hasattr(scheduler, "state_dict") and hasattr(scheduler, "load_state_dict")):
-        yield f"a scheduler without state_dict() and load_state_dict(): {type(scheduler).__qualname__}"
 
 
 def _setting(engine: Any, method: str, default: Any = None) -> Any:

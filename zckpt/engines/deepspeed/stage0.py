@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from zckpt.engines.unwrapped import ParamGroup, Unwrapped
+from zckpt.engines.unwrapped import Unwrapped
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Collection, Iterator, Sequence
+
+    import torch
 
 
 class PerParameter(Unwrapped):
@@ -28,10 +30,10 @@ class PerParameter(Unwrapped):
         return wrapper.optimizer
 
     @classmethod
-    def _param_groups(cls, wrapper: Any) -> Iterator[ParamGroup]:
+    def _updated(cls, wrapper: Any) -> Iterator[tuple[int, Sequence[Any], torch.Tensor]]:
         for index, (parameters, masters) in enumerate(zip(wrapper.fp16_groups, wrapper.fp32_groups, strict=True)):
             for parameter, master in zip(parameters, masters, strict=True):
-                yield ParamGroup(index, [parameter], master)
+                yield index, [parameter], master
 
 
 class Flattened(PerParameter):
@@ -39,7 +41,7 @@ class Flattened(PerParameter):
     group."""
 
     @classmethod
-    def _param_groups(cls, wrapper: Any) -> Iterator[ParamGroup]:
+    def _updated(cls, wrapper: Any) -> Iterator[tuple[int, Sequence[Any], torch.Tensor]]:
         for index, (parameters, master) in enumerate(zip(wrapper.fp16_groups, wrapper.fp32_groups_flat, strict=True)):
             if parameters:
-                yield ParamGroup(index, parameters, master)
+                yield index, parameters, master

@@ -6,11 +6,10 @@ The torch AdamW is ``backup_optimizer`` of ``DeepSpeedZeroOptimizer_Stage3``. Th
 
 from __future__ import annotations
 
+from collections import UserDict
 from typing import Any
 
 import torch
-
-from zckpt.engines.state_view import StateView
 
 
 class TwinOptimizer:
@@ -46,13 +45,16 @@ class _States:
         return self[master] if master in states else default
 
 
-class _CountedInInt(StateView):
-    """The state that torch's AdamW has for a tensor, with the step as the C++ Adam counts it: in an int."""
+class _CountedInInt(UserDict[str, Any]):
+    """Shows the state that torch's AdamW has for a tensor, and changes it. The step is as the C++ Adam counts it: in an
+    int."""
+
+    def __init__(self, state: dict[str, Any]) -> None:
+        self.data = state  # UserDict.__init__ would make a copy of the state.
 
     def __getitem__(self, key: str) -> Any:
-        value = super().__getitem__(key)
-        return int(value) if key == "step" else value
+        return int(self.data[key]) if key == "step" else self.data[key]
 
     def __setitem__(self, key: str, value: Any) -> None:
         # torch keeps the step in host memory.
-        super().__setitem__(key, torch.tensor(float(value), device="cpu") if key == "step" else value)
+        self.data[key] = torch.tensor(float(value), device="cpu") if key == "step" else value

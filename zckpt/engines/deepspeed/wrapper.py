@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zckpt.engines import replicas
-from zckpt.engines.deepspeed.bf16_optimizer import Bf16Optimizer
 from zckpt.engines.deepspeed.stage0 import Flattened, PerParameter
 from zckpt.engines.deepspeed.zero3 import Partitioned, Zero3
-from zckpt.engines.deepspeed.zero12 import Zero12
+from zckpt.engines.deepspeed.zero12 import Bf16Optimizer, Zero12
 from zckpt.engines.unwrapped import Unwrapped
 
 if TYPE_CHECKING:

@@ -1,4 +1,5 @@
-"""ZeRO stages 1 and 2. This file has all code that uses private attributes of DeepSpeed's ``DeepSpeedZeroOptimizer``.
+"""ZeRO stages 1 and 2. This file has all code that uses private attributes of DeepSpeed's ``DeepSpeedZeroOptimizer``
+and ``BF16_Optimizer``.
 
 The parameters of a param group lie one after another in one buffer. It is cut into as many equal partitions as there
 are owners (see ``LocalTensor``), and a cut may go through a parameter. A rank keeps the master weights and moments of
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 
-    from zckpt.engines.local_tensors import LocalTensor
+    from zckpt.engines.local_tensors import LocalTensors
     from zckpt.plan.inventory import Holding
 
 
@@ -65,7 +66,7 @@ class Zero12(replicas.Replicated):
         ),
     }
 
-    def __init__(self, wrapper: Any, parameters: Mapping[str, Any], local_tensors: Mapping[str, LocalTensor]) -> None:
+    def __init__(self, wrapper: Any, parameters: Mapping[str, Any], local_tensors: LocalTensors) -> None:
         super().__init__(wrapper, parameters, local_tensors)
         self._moved: frozenset[Any] = frozenset()
         """The states that were offloaded before the restore, and are offloaded again after it."""
@@ -74,9 +75,7 @@ class Zero12(replicas.Replicated):
         self.flats = self._flats()
 
     @classmethod
-    def unsupported(
-        cls, wrapper: Any, parameters: Mapping[str, Any], local_tensors: Mapping[str, LocalTensor]
-    ) -> Iterator[str]:
+    def unsupported(cls, wrapper: Any, parameters: Mapping[str, Any], local_tensors: LocalTensors) -> Iterator[str]:
         names = {id(parameter): name for name, parameter in parameters.items()}
         groups = list(cls._groups(wrapper))
         yield from replicas.unsupported(parameters)
@@ -196,6 +195,36 @@ class Zero12(replicas.Replicated):
             by_muon = wrapper.optimizer.param_groups[index].get("use_muon") and not wrapper.cpu_offload
             muon = wrapper.params_in_partition[index] if by_muon else ()
             yield ZeroGroup(parameters, offsets, master, wrapper.real_dp_process_group[index], muon)
+
+
+class Bf16Optimizer(Zero12):
+    """Reads and restores DeepSpeed's ``BF16_Optimizer``, which it uses for stage 1 in bf16 with gradients in fp32. Its
+    layout is the same, but it never reorders the parameters and never puts padding between them. ``Kind`` documents the
+    members."""
+
+    MEMORY: ClassVar = {GRADIENT: ("fp32_groups_gradients_flat",)}
+
+    @classmethod
+    def shapes(cls, wrapper: Any, parameters: Mapping[str, Any]) -> Mapping[int, Sequence[int]]:
+        return {}
+
+    @staticmethod
+    def changes_only_in_step(wrapper: Any) -> bool:
+        return True
+
+    @classmethod
+    def has_gradients(cls, wrapper: Any) -> bool:
+        return any(used for group in wrapper.fp32_groups_has_gradients for used in group)
+
+    def _drop_gradients(self) -> None:
+        self._wrapper.clear_hp_grads()
+        self._wrapper.clear_lp_grads()
+
+    @classmethod
+    def _groups(cls, wrapper: Any) -> Iterator[ZeroGroup]:
+        columns = (wrapper.bf16_groups, wrapper.fp32_groups_flat_partition, wrapper.real_dp_process_group)
+        for parameters, master, process_group in zip(*columns, strict=True):
+            yield ZeroGroup(parameters, consecutive(parameter.shape for parameter in parameters), master, process_group)
 
 
 def uses_muon(optimizer: Any) -> bool:

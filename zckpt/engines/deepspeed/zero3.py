@@ -27,11 +27,11 @@ from zckpt.format.names import Tier
 from zckpt.plan.inventory import GRADIENT, MASTER, PARAM, FileRange, Holding
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     import torch
 
-    from zckpt.engines.local_tensors import LocalTensor
+    from zckpt.engines.local_tensors import LocalTensors
 
 
 class Partitioned(Kind):
@@ -39,9 +39,7 @@ class Partitioned(Kind):
     ``Kind`` documents the members."""
 
     @classmethod
-    def unsupported(
-        cls, wrapper: Any, parameters: Mapping[str, Any], local_tensors: Mapping[str, LocalTensor]
-    ) -> Iterator[str]:
+    def unsupported(cls, wrapper: Any, parameters: Mapping[str, Any], local_tensors: LocalTensors) -> Iterator[str]:
         for name, parameter in parameters.items():
             if getattr(parameter, "ds_tensor", None) is None:
                 yield f"a parameter that ZeRO does not partition: {name}"
@@ -93,12 +91,6 @@ class Partitioned(Kind):
         with ParameterFiles.rewrite(self._parameters[name]) as data:
             yield data.narrow(0, 0, parameter_range.span.numel)
 
-    def after_fill(self, weights: Collection[str]) -> None:
-        pass
-
-    def after_restore(self) -> None:
-        pass  # The next forward pass gathers what was restored.
-
     def _in_memory(self, name: str) -> torch.Tensor:
         """Returns this rank's partition of a weight that is not in a swap file, with its padding."""
         partition: torch.Tensor = self._parameters[name].ds_tensor
@@ -128,7 +120,7 @@ class Zero3(Partitioned):
         ),
     }
 
-    def __init__(self, wrapper: Any, parameters: Mapping[str, Any], local_tensors: Mapping[str, LocalTensor]) -> None:
+    def __init__(self, wrapper: Any, parameters: Mapping[str, Any], local_tensors: LocalTensors) -> None:
         super().__init__(wrapper, parameters, local_tensors)
         self._files = OptimizerFiles(wrapper)
         self._moved: frozenset[Any] = frozenset()
@@ -136,9 +128,7 @@ class Zero3(Partitioned):
         self.flats = self._flats()
 
     @classmethod
-    def unsupported(
-        cls, wrapper: Any, parameters: Mapping[str, Any], local_tensors: Mapping[str, LocalTensor]
-    ) -> Iterator[str]:
+    def unsupported(cls, wrapper: Any, parameters: Mapping[str, Any], local_tensors: LocalTensors) -> Iterator[str]:
         yield from super().unsupported(wrapper, parameters, local_tensors)
         yield from foreign(parameters, (parameter for group in wrapper.fp16_groups for parameter in group))
 

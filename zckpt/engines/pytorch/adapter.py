@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from functools import cached_property
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,11 +20,11 @@ from zckpt.engines.module_restoring import ModuleRestoring
 from zckpt.engines.pytorch.optimizers import Optimizers
 from zckpt.engines.pytorch.parameters import Parameters, drop_unsharded_gradients, reshard, unsharded_gradients
 from zckpt.engines.pytorch.shards import is_sharded, local_tensors_of
-from zckpt.engines.tensors import holdings, local_of, persistent_buffers, unwrapped
+from zckpt.engines.scheduler import unsupported_scheduler
+from zckpt.engines.tensors import holdings, local_of, persistent_buffers, unsaveable, unwrapped
 from zckpt.engines.trees import COUNTERS, counters_of
 from zckpt.errors import UnsupportedError
-from zckpt.plan.inventory import BUFFER, GRADIENT, PARAM
-from zckpt.transfer.torch_dtypes import DTYPE_NAMES
+from zckpt.plan.inventory import GRADIENT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -105,18 +106,14 @@ class TorchAdapter(ModuleAdapter):
         except ValueError as error:
             yield str(error)
             return
-        yield from Parameters.unsupported(self._optimizers, self.parameters[0], local_tensors)
-        for name, tensor in (*self.parameters[0].items(), *self.buffers[0].items()):
-            if tensor.dtype not in DTYPE_NAMES:
-                yield f"{name} of dtype {tensor.dtype}, which safetensors does not know"
-                return
+        weights = ((name, local_of(weight)) for name, weight in self.parameters[0].items())
+        unsaved = [*unsaveable(chain(weights, self.buffers[0].items()))]
+        yield from unsaved or Parameters.unsupported(self._optimizers, self.parameters[0], local_tensors)
         for name, buffer in persistent_buffers(self.module)[0].items():
             if local_of(buffer).shape != buffer.shape:
                 yield f"{name}, which is a buffer that is cut"
                 return
-        scheduler = self.scheduler
-        if scheduler is not None and not (hasattr(scheduler, "state_dict") and hasattr(scheduler, "load_state_dict")):
-            yield f"a scheduler without state_dict() and load_state_dict(): {type(scheduler).__qualname__}"
+        yield from unsupported_scheduler(self.scheduler)
 
     def refuse_lazy(self) -> None:
         pass
@@ -145,16 +142,9 @@ class TorchAdapter(ModuleAdapter):
         call_before(action, [(each, "step") for each in self.engine.optimizers])
 
     def uses(self) -> Iterator[UsingMethod]:
-        for module in {id(module): module for module in (self.engine.model, self.module)}.values():
-            yield UsingMethod(module, "__call__", {PARAM, BUFFER}, "a call of the model")
-            for method in ("state_dict", "load_state_dict"):
-                yield UsingMethod(module, method, {PARAM, BUFFER})
-            # Conversions of a module, such as half, to and share_memory, call this method.
-            yield UsingMethod(module, "_apply", {PARAM, BUFFER}, "a conversion of the model")
+        yield from self.uses_of_state([self.engine.model, self.module], self.engine.optimizers)
         for each in self.engine.optimizers:
             yield UsingMethod(each, "zero_grad", {GRADIENT})
-            for method in ("step", "state_dict", "load_state_dict"):
-                yield UsingMethod(each, method)
 
     def restoring(self, selection: Selection) -> TorchRestoring:
         return TorchRestoring(self, selection)

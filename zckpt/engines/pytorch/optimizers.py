@@ -1,16 +1,16 @@
 """The optimizers of a ``TrainState`` as one optimizer, whose state has the local tensors of DTensors.
 
-``engines/optimizer.py`` reads and sets the state of an optimizer by its flat buffers. Here a flat buffer is what this
+``engines/optimizer`` reads and sets the state of an optimizer by its flat buffers. Here a flat buffer is what this
 rank holds of one parameter. Torch keeps the state under the parameter itself, and if that is a DTensor, its moments are
 DTensors too."""
 
 from __future__ import annotations
 
+from collections import UserDict
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zckpt.engines.state_view import StateView
 from zckpt.engines.tensors import local_of
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Optimizers:
-    """One or several optimizers of torch. It has the attributes of an optimizer that ``engines/optimizer.py`` uses."""
+    """One or several optimizers of torch. It has the attributes of an optimizer that ``engines/optimizer`` uses."""
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self.all = optimizers
@@ -39,7 +39,10 @@ class States:
     """The state of several optimizers, by the local tensor of each parameter. That of a DTensor is a ``LocalState``."""
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        self._optimizers: dict[int, torch.optim.Optimizer] = {}
+        self._first = optimizers[0]
+        self._others: dict[int, torch.optim.Optimizer] = {}
+        """The optimizers of those parameters that the first one does not update, by the ``id`` of their local
+        tensors."""
         self._sharded: dict[int, torch.Tensor] = {}
         """The DTensors, by the ``id`` of their local tensors."""
         self._locals: dict[int, torch.Tensor] = {}
@@ -48,7 +51,8 @@ class States:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     local = local_of(parameter)
-                    self._optimizers[id(local)] = optimizer
+                    if optimizer is not self._first:
+                        self._others[id(local)] = optimizer
                     if local is not parameter:
                         self._sharded[id(local)], self._locals[id(parameter)] = parameter, local
 
@@ -59,25 +63,24 @@ class States:
     def get(self, local: torch.Tensor, default: Any = None) -> Any:
         """Returns the state under a key, or ``default`` if there is none yet."""
         parameter = self._sharded.get(id(local), local)
-        state = self._optimizers[id(local)].state.get(parameter)
+        state = self._others.get(id(local), self._first).state.get(parameter)
         return default if state is None else state if parameter is local else LocalState(state, parameter)
 
     def __getitem__(self, local: torch.Tensor) -> MutableMapping[str, Any]:
         parameter = self._sharded.get(id(local), local)
-        state: dict[str, Any] = self._optimizers[id(local)].state[parameter]
+        state: dict[str, Any] = self._others.get(id(local), self._first).state[parameter]
         return state if parameter is local else LocalState(state, parameter)
 
 
-class LocalState(StateView):
-    """What an optimizer keeps for a parameter that is a DTensor. A DTensor is read as its local tensor. A tensor that
-    is added with the shape of the parameter's local tensor becomes a DTensor."""
+class LocalState(UserDict[str, Any]):
+    """Shows what an optimizer keeps for a parameter that is a DTensor, and changes it. A DTensor is read as its local
+    tensor. A tensor that is added with the shape of the parameter's local tensor becomes a DTensor."""
 
     def __init__(self, state: dict[str, Any], parameter: torch.Tensor) -> None:
-        super().__init__(state)
-        self._parameter = parameter
+        self.data, self._parameter = state, parameter  # UserDict.__init__ would make a copy of the state.
 
     def __getitem__(self, key: str) -> Any:
-        value = super().__getitem__(key)
+        value = self.data[key]
         return local_of(value) if isinstance(value, torch.Tensor) else value
 
     def __setitem__(self, key: str, value: Any) -> None:
@@ -91,4 +94,4 @@ class LocalState(StateView):
                 shape=parameter.shape,
                 stride=parameter.stride(),
             )
-        super().__setitem__(key, value)
+        self.data[key] = value

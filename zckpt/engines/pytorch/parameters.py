@@ -3,36 +3,31 @@ uses private attributes of FSDP2."""
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from zckpt.engines.flats import foreign
 from zckpt.engines.tensors import local_of
-from zckpt.engines.unwrapped import ParamGroup, Unwrapped
+from zckpt.engines.unwrapped import Unwrapped
 from zckpt.format.names import Tier
-from zckpt.transfer.memory import lies_in_order, not_plain
+from zckpt.transfer.memory import lies_in_order
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
-    from zckpt.engines.local_tensors import LocalTensor
+    from zckpt.engines.local_tensors import LocalTensors
 
 
 class Parameters(Unwrapped):
     """Reads and restores parameters, and the ``Optimizers`` that update them. ``Kind`` documents the members."""
 
     @classmethod
-    def unsupported(
-        cls, wrapper: Any, parameters: Mapping[str, Any], local_tensors: Mapping[str, LocalTensor]
-    ) -> Iterator[str]:
+    def unsupported(cls, wrapper: Any, parameters: Mapping[str, Any], local_tensors: LocalTensors) -> Iterator[str]:
         for name, parameter in parameters.items():
-            local = local_of(parameter)
-            why = not_plain(local)
-            if why is None and not lies_in_order(local):
-                why = "is not contiguous"
-            if why is not None:
-                yield f"{name}, which {why}"
+            if not lies_in_order(local_of(parameter)):
+                yield f"{name}, which is not contiguous"
                 return
         if wrapper is not None:
             yield from foreign(parameters, (p for param_group in wrapper.param_groups for p in param_group["params"]))
@@ -42,10 +37,12 @@ class Parameters(Unwrapped):
         return self._wrapper
 
     def tier(self, part: str) -> Tier:
-        offloaded = torch.accelerator.is_available() and all(
-            local_of(parameter).device.type == "cpu" for parameter in self._parameters.values()
-        )
-        return Tier.HOST if offloaded else Tier.DEVICE
+        return self._tier
+
+    @cached_property
+    def _tier(self) -> Tier:
+        on_host = all(local_of(parameter).is_cpu for parameter in self._parameters.values())
+        return Tier.HOST if on_host and torch.accelerator.is_available() else Tier.DEVICE
 
     def after_restore(self) -> None:
         super().after_restore()
@@ -53,11 +50,11 @@ class Parameters(Unwrapped):
             parameter.grad = None
 
     @classmethod
-    def _param_groups(cls, wrapper: Any) -> Iterator[ParamGroup]:
+    def _updated(cls, wrapper: Any) -> Iterator[tuple[int, Sequence[Any], torch.Tensor]]:
         for index, group in enumerate(() if wrapper is None else wrapper.param_groups):
             for parameter in group["params"]:
                 if parameter.numel() and (parameter.requires_grad or wrapper.state_of(parameter)):
-                    yield ParamGroup(index, [parameter], wrapper.state.local(parameter))
+                    yield index, [parameter], wrapper.state.local(parameter)
 
 
 def reshard(model: torch.nn.Module) -> None:

@@ -80,17 +80,18 @@ def local_tensors_of(parameters: Mapping[str, torch.Tensor], group: RankGroup) -
     """Returns the local tensors of all parameters of a model. ``group``: the ranks of the engine. Raises ValueError,
     with the name of the parameter in a phrase, as ``span_of`` does."""
     local_tensors, alone = {}, RankGroup(None, 0, (group.ranks[group.rank],))
-    equal = cache(LocalTensor)  # There may be very many tensors of the same shape.
+    replicated = "every rank" if group.size > 1 else ""
+    # There may be very many tensors of the same shape.
+    equal, whole = cache(LocalTensor), cache(lambda shape: LocalTensor(all_of(shape), group, replicated))
     for name, parameter in parameters.items():
+        if not is_sharded(parameter):
+            local_tensors[name] = whole(parameter.shape)
+            continue
         try:
-            span = span_of(parameter)
+            # Each rank reads all of its local tensor, because others may hold it only in part.
+            local_tensors[name] = equal(span_of(parameter), alone, replica_set(parameter, group.size))
         except ValueError as error:
             raise ValueError(f"{name}, which {error}") from error
-        if is_sharded(parameter):
-            # Each rank reads all of its local tensor, because others may hold it only in part.
-            local_tensors[name] = equal(span, alone, replica_set(parameter, group.size))
-        else:
-            local_tensors[name] = equal(span, group, "every rank" if group.size > 1 else "")
     return local_tensors
 
 

@@ -359,7 +359,7 @@ def _elements(fragment: Fragment, start: int, runs: int, run_numel: int, stride:
     data = fragment.data
     assert data is not None, "the fragments of an inventory have data"
     if isinstance(data, torch.Tensor):
-        return rows_of(data.view(-1)[start:], runs, run_numel, stride)
+        return rows_of(data.detach().view(-1)[start:], runs, run_numel, stride)
     dtype = TORCH_DTYPES[fragment.dtype]
     elements = torch.empty(runs * run_numel, dtype=dtype, device="cpu")
     # If there are no gaps between the runs, they are read at once.
