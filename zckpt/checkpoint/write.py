@@ -35,17 +35,12 @@ if TYPE_CHECKING:
     from zckpt.storage.space import Space
     from zckpt.transfer.budget import Budget
 
-    class _Options(TypedDict, total=False):
-        step: int | None
-        parts: Collection[str] | None
-        exclude: Collection[str]
-        client_state: Mapping[str, Any] | None
-        rank_state: Mapping[str, Any] | None
-        overwrite: bool
+    class CommonOptions(TypedDict, total=False):
+        """The arguments that ``zckpt.write_state_dict`` and ``zckpt.dcp.Writer`` have, too."""
+
         latest: bool
         budget: Budget | None
         progress: Progress | None
-        pending_gradients: Literal["refuse", "drop"]
         keep_last: int | None
         keep_every: int | None
         reuse: StrPath | None
@@ -54,6 +49,15 @@ if TYPE_CHECKING:
         copy_to: StrPath | None
         copy_keep_last: int | None
         copy_keep_every: int | None
+
+    class _Options(CommonOptions, total=False):
+        step: int | None
+        parts: Collection[str] | None
+        exclude: Collection[str]
+        client_state: Mapping[str, Any] | None
+        rank_state: Mapping[str, Any] | None
+        overwrite: bool
+        pending_gradients: Literal["refuse", "drop"]
 
     class _BackgroundOptions(_Options, total=False):
         snapshot: Literal["copy", "lazy"]
