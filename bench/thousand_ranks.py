@@ -33,7 +33,6 @@ import time
 import traceback
 from collections import Counter
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -47,7 +46,7 @@ from sampler import field_bytes
 from tests.support.thread_ranks import ONE_THREAD, Outcome, ThreadRanks
 from zckpt.checkpoint import restore
 from zckpt.checkpoint.open import open_loader
-from zckpt.checkpoint.writing.prepare import Preparation
+from zckpt.checkpoint.writing.prepare import plan, prepare
 from zckpt.checkpoint.writing.rank_write import RankWrite
 from zckpt.format import manifest as manifest_format
 from zckpt.format import names
@@ -63,7 +62,6 @@ from zckpt.ranks.job import Job, in_job
 from zckpt.storage.local_reader import LocalReader
 from zckpt.storage.local_store import LocalStore
 from zckpt.storage.local_writer import LocalWriter
-from zckpt.storage.lock import WriteLock
 from zckpt.system.linux import trim_heap
 from zckpt.testing import ReferenceEngine
 
@@ -595,22 +593,21 @@ def measure_played(directory: str, ranks_text: str, parameters_text: str) -> dic
         plans = plan_data_files(fragments, SAVE_ID, rank, size, block_bytes=BLOCK_BYTES)
         records.append((catalog.pack(catalog.rank_record(rank, plans)), sum(plan.nbytes for plan in plans)))
     player = Player(size, records)
-    prepare, plan = Preparation.prepare, Preparation.plan
 
-    def told_by(what: str, function: Any) -> Any:
+    def noted(function: Callable[..., Any], message: str) -> Any:
         def call(*arguments: Any) -> Any:
-            player.told[what] = function(*arguments)
-            return player.told[what]
+            made = function(*arguments)
+            player.told[function.__name__] = getattr(made, message)
+            return made
 
-        return call
+        return mock.patch(f"zckpt.checkpoint.write.{function.__name__}", call)
 
-    lock = partial(WriteLock, save_id=SAVE_ID)
     with (
         in_job(player),
-        mock.patch.object(Preparation, "prepare", told_by("prepare", prepare)),
-        mock.patch.object(Preparation, "plan", told_by("plan", plan)),
-        mock.patch.object(Preparation, "check_files"),  # The files of another rank are not there.
-        mock.patch("zckpt.checkpoint.writing.prepare.WriteLock", lock),
+        noted(prepare, "facts"),
+        noted(plan, "told"),
+        mock.patch.object(RankWrite, "check_files"),  # The files of another rank are not there.
+        mock.patch("zckpt.checkpoint.writing.decide.secrets", mock.Mock(token_hex=lambda _: SAVE_ID)),
     ):
         engine = ReferenceEngine(shapes, frozen=())
         gc.collect()

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from mkdocs.structure.files import File, Files
 
 import zckpt
+from zckpt import errors, types
 
 if TYPE_CHECKING:
     from mkdocs.config.defaults import MkDocsConfig
@@ -52,9 +53,10 @@ def on_page_markdown(markdown: str, *, page: Page, files: Files, **_: object) ->
 
 
 def api() -> str:
-    """Returns the page about all public names, which are those in ``__all__``. Their docstrings describe them."""
+    """Returns the page about all public names. Their docstrings describe them."""
     kinds: dict[str, list[str]] = {"Functions": [], "Classes": [], "Errors": []}
-    for name in zckpt.__all__:
+    classes = [name for of in (errors, types) for name, value in vars(of).items() if isinstance(value, type)]
+    for name in sorted({*zckpt.__all__, *zckpt._HOME, *classes}):
         value = getattr(zckpt, name)
         if isinstance(value, type):
             kinds["Errors" if issubclass(value, zckpt.ZckptError) else "Classes"].append(name)

@@ -14,8 +14,9 @@ Any process can make these:
     zckpt.validate(path)                 checks a checkpoint against the specification
     zckpt.report(paths, "report.html")   writes a page about one checkpoint, or about several of a run
 
-``README.md`` says what zckpt does, and ``spec/format.md`` says what its files look like. ``docs/architecture.md`` is
-for people who change zckpt. It has a table of the modules and folders, and says what each of them may import.
+All errors are in ``zckpt.errors``, and the types of results in ``zckpt.types``. ``README.md`` says what zckpt does, and
+``spec/format.md`` says what its files look like. ``docs/architecture.md`` is for people who change zckpt. It has a
+table of the modules and folders, and says what each of them may import.
 """
 
 from __future__ import annotations
@@ -23,131 +24,58 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from zckpt.errors import (
-    CastError,
-    CheckpointExistsError,
-    CheckpointNotFoundError,
-    DeviceError,
-    DigestError,
-    FeatureError,
-    FormatError,
-    KeyNotFoundError,
-    LockedError,
-    MismatchError,
-    MissingFileError,
-    NoSpaceError,
-    OffloadedError,
-    RankError,
-    RepairError,
-    SizeError,
-    StateError,
-    StorageError,
-    TagError,
-    UnfinishedWriteError,
-    UnsupportedError,
-    VersionError,
-    ZckptError,
-)
-from zckpt.progress import Progress, ProgressBar
+from zckpt.errors import CheckpointExistsError, CheckpointNotFoundError, FormatError, RankError, ZckptError
+from zckpt.progress import ProgressBar
 from zckpt.version import __version__
 
 if TYPE_CHECKING:
     from zckpt import dcp
     from zckpt.checkpoint.background import PendingWrite, wait
-    from zckpt.checkpoint.cleaning.cleanup import Cleanup, Removed
-    from zckpt.checkpoint.listing.contents import PieceInfo, TensorInfo
     from zckpt.checkpoint.open import open  # noqa: A004  zckpt.open reads like the builtin on purpose
     from zckpt.checkpoint.reading.checkpoint import Checkpoint
     from zckpt.checkpoint.register import register
-    from zckpt.checkpoint.restore import RankStates, Restored, restore
+    from zckpt.checkpoint.restore import restore
     from zckpt.checkpoint.state_dict import write_state_dict
     from zckpt.checkpoint.write import write
     from zckpt.engines.pytorch.train_state import TrainState
-    from zckpt.frameworks.attach import attach, attach_all, detach
-    from zckpt.frameworks.preemption import Preemption, on_preemption
-    from zckpt.frameworks.zero_to_fp32 import (
-        convert_zero_checkpoint_to_fp32_state_dict,
-        get_fp32_state_dict_from_zero_checkpoint,
-        load_state_dict_from_zero_checkpoint,
-    )
-    from zckpt.offloading.offload import Offloaded, offload, offloaded, reload
+    from zckpt.errors import *  # noqa: F403  type checkers take ``import *`` and ``import a as a`` for public names
+    from zckpt.frameworks.attach import attach
+    from zckpt.frameworks.attach import attach_all as attach_all
+    from zckpt.frameworks.attach import detach as detach
+    from zckpt.frameworks.preemption import on_preemption
+    from zckpt.frameworks.zero_to_fp32 import *  # noqa: F403
+    from zckpt.offloading.offload import offload, offloaded, reload
     from zckpt.tools.comparing.diff import diff
-    from zckpt.tools.comparing.report import Difference, StateDifference, TensorDifference
-    from zckpt.tools.converting.convert import Converted, convert
+    from zckpt.tools.converting.convert import convert
     from zckpt.tools.copying.cp import cp
-    from zckpt.tools.exporting.export import Exported, export
-    from zckpt.tools.gc import gc
+    from zckpt.tools.exporting.export import export
+    from zckpt.tools.gc import gc as gc
     from zckpt.tools.prune import prune
-    from zckpt.tools.repairing.repair import RepairReport, repair
+    from zckpt.tools.repairing.repair import repair as repair
     from zckpt.tools.reporting.write_report import report
-    from zckpt.tools.validating.report import Finding, Observation, Report
     from zckpt.tools.validating.validate import validate
-    from zckpt.tools.where import Placement, PlacementEntry, RankMemory, where
+    from zckpt.tools.where import where
     from zckpt.transfer.budget import Budget
+    from zckpt.types import *  # noqa: F403
 
 __all__ = [
     "Budget",
-    "CastError",
     "Checkpoint",
     "CheckpointExistsError",
     "CheckpointNotFoundError",
-    "Cleanup",
-    "Converted",
-    "DeviceError",
-    "Difference",
-    "DigestError",
-    "Exported",
-    "FeatureError",
-    "Finding",
     "FormatError",
-    "KeyNotFoundError",
-    "LockedError",
-    "MismatchError",
-    "MissingFileError",
-    "NoSpaceError",
-    "Observation",
-    "Offloaded",
-    "OffloadedError",
     "PendingWrite",
-    "PieceInfo",
-    "Placement",
-    "PlacementEntry",
-    "Preemption",
-    "Progress",
     "ProgressBar",
     "RankError",
-    "RankMemory",
-    "RankStates",
-    "Removed",
-    "RepairError",
-    "RepairReport",
-    "Report",
-    "Restored",
-    "SizeError",
-    "StateDifference",
-    "StateError",
-    "StorageError",
-    "TagError",
-    "TensorDifference",
-    "TensorInfo",
     "TrainState",
-    "UnfinishedWriteError",
-    "UnsupportedError",
-    "VersionError",
     "ZckptError",
     "__version__",
     "attach",
-    "attach_all",
     "convert",
-    "convert_zero_checkpoint_to_fp32_state_dict",
     "cp",
     "dcp",
-    "detach",
     "diff",
     "export",
-    "gc",
-    "get_fp32_state_dict_from_zero_checkpoint",
-    "load_state_dict_from_zero_checkpoint",
     "offload",
     "offloaded",
     "on_preemption",
@@ -155,7 +83,6 @@ __all__ = [
     "prune",
     "register",
     "reload",
-    "repair",
     "report",
     "restore",
     "validate",
@@ -168,35 +95,31 @@ __all__ = [
 _LATE = {
     "frameworks.attach": ["attach", "attach_all", "detach"],
     "checkpoint.background": ["PendingWrite", "wait"],
-    "tools.exporting.export": ["Exported", "export"],
-    "tools.converting.convert": ["Converted", "convert"],
+    "tools.exporting.export": ["export"],
+    "tools.converting.convert": ["convert"],
     "tools.copying.cp": ["cp"],
     "tools.comparing.diff": ["diff"],
     "tools.gc": ["gc"],
-    "offloading.offload": ["Offloaded", "offload", "offloaded", "reload"],
+    "offloading.offload": ["offload", "offloaded", "reload"],
     "checkpoint.open": ["open"],
-    "frameworks.preemption": ["Preemption", "on_preemption"],
+    "frameworks.preemption": ["on_preemption"],
     "tools.prune": ["prune"],
     "checkpoint.register": ["register"],
-    "tools.repairing.repair": ["RepairReport", "repair"],
+    "tools.repairing.repair": ["repair"],
     "tools.reporting.write_report": ["report"],
-    "checkpoint.restore": ["RankStates", "Restored", "restore"],
+    "checkpoint.restore": ["restore"],
     "checkpoint.state_dict": ["write_state_dict"],
     "tools.validating.validate": ["validate"],
-    "tools.where": ["Placement", "PlacementEntry", "RankMemory", "where"],
+    "tools.where": ["where"],
     "checkpoint.write": ["write"],
     "frameworks.zero_to_fp32": [
         "convert_zero_checkpoint_to_fp32_state_dict",
         "get_fp32_state_dict_from_zero_checkpoint",
         "load_state_dict_from_zero_checkpoint",
     ],
-    "checkpoint.cleaning.cleanup": ["Cleanup", "Removed"],
-    "tools.comparing.report": ["Difference", "StateDifference", "TensorDifference"],
     "engines.pytorch.train_state": ["TrainState"],
-    "checkpoint.listing.contents": ["PieceInfo", "TensorInfo"],
     "checkpoint.reading.checkpoint": ["Checkpoint"],
     "transfer.budget": ["Budget"],
-    "tools.validating.report": ["Finding", "Observation", "Report"],
 }
 """The public names by module. These are the imports above for type checkers. Each module is imported when one of its
 names is first used, because most of these modules import torch, which takes longer than many commands."""
@@ -208,11 +131,13 @@ _HOME = {name: module for module, names in _LATE.items() for name in names}
 def __getattr__(name: str) -> object:
     if name in _MODULES:
         return import_module(f"{__name__}.{name}")
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
-    globals()[name] = value
-    return value
+    # All errors and types are found here too, although few programs need their names.
+    places = [_HOME[name]] if name in _HOME else ["errors", "types"] if name[:1].isupper() else []
+    for module in (import_module(f"{__name__}.{place}") for place in places):
+        if hasattr(module, name):
+            globals()[name] = value = getattr(module, name)
+            return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

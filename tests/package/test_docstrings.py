@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import zckpt
+from zckpt import types
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 SECTIONS = ("Args", "Returns", "Raises")
-CLASSES = [value for name in zckpt.__all__ if inspect.isclass(value := getattr(zckpt, name))]
-FUNCTIONS = {name: value for name in zckpt.__all__ if inspect.isfunction(value := getattr(zckpt, name))}
+PUBLIC = {name: getattr(zckpt, name) for name in sorted({*zckpt.__all__, *zckpt._HOME})} | vars(types)
+CLASSES = [value for value in PUBLIC.values() if inspect.isclass(value)]
+FUNCTIONS = {name: value for name, value in PUBLIC.items() if inspect.isfunction(value)}
 METHODS = {
     f"{owner.__name__}.{name}": function
     for owner in CLASSES

@@ -18,6 +18,7 @@ from packaging.utils import canonicalize_name
 
 import zckpt
 from tests.support.names_in_code import full_names
+from zckpt.frameworks import zero_to_fp32
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -52,16 +53,19 @@ FILE_FUNCTIONS = {
 IO_FUNCTIONS = {*FILE_FUNCTIONS, "input", "print", "stderr", "stdin", "stdout"}
 
 PUBLIC_NAMES = """
-    Budget CastError Checkpoint CheckpointExistsError CheckpointNotFoundError Cleanup Converted DeviceError
-    Difference DigestError Exported FeatureError Finding FormatError KeyNotFoundError LockedError MismatchError
-    MissingFileError NoSpaceError Observation Offloaded OffloadedError PendingWrite PieceInfo Placement
-    PlacementEntry Preemption Progress ProgressBar RankError RankMemory RankStates Removed RepairError RepairReport
-    Report Restored SizeError StateDifference StateError StorageError TagError TensorDifference TensorInfo
-    TrainState UnfinishedWriteError UnsupportedError VersionError ZckptError __version__ attach attach_all convert
-    convert_zero_checkpoint_to_fp32_state_dict cp dcp detach diff export gc get_fp32_state_dict_from_zero_checkpoint
-    load_state_dict_from_zero_checkpoint offload offloaded on_preemption open prune register reload repair report
-    restore validate wait where write write_state_dict
+    Budget Checkpoint CheckpointExistsError CheckpointNotFoundError FormatError PendingWrite ProgressBar RankError
+    TrainState ZckptError __version__ attach convert cp dcp diff export offload offloaded on_preemption open prune
+    register reload report restore validate wait where write write_state_dict
 """
+FURTHER_NAMES = """
+    CastError Cleanup Converted DeviceError Difference DigestError Exported FeatureError Finding KeyNotFoundError
+    LockedError MismatchError MissingFileError NoSpaceError Observation Offloaded OffloadedError PieceInfo Placement
+    PlacementEntry Preemption Progress RankMemory RankStates Removed RepairError RepairReport Report Restored SizeError
+    StateDifference StateError StorageError TagError TensorDifference TensorInfo UnfinishedWriteError UnsupportedError
+    VersionError attach_all convert_zero_checkpoint_to_fp32_state_dict detach gc
+    get_fp32_state_dict_from_zero_checkpoint load_state_dict_from_zero_checkpoint repair
+"""
+"""The names that few programs need, and that are names of zckpt, too."""
 
 # The modules after storage that use local files, none of which belongs to a checkpoint. In all other modules after
 # storage, a path is a Location, which may be that of an object store.
@@ -252,16 +256,24 @@ for name in sys.argv[1:]:
 
 def test_the_public_names_are_these() -> None:
     assert sorted(zckpt.__all__) == sorted(PUBLIC_NAMES.split())
+    assert all(hasattr(zckpt, name) for name in (PUBLIC_NAMES + FURTHER_NAMES).split())
+    assert {*zckpt.__all__} <= {*dir(zckpt)}
+    assert not any(hasattr(zckpt, name) for name in ("nothing", "Nothing"))
 
 
 def test_type_checkers_see_the_public_names_that_are_imported_late() -> None:
+    """What is not in ``__all__`` is public for them if it is imported by ``import *`` or ``import a as a``."""
     tree = ast.parse((ROOT / "__init__.py").read_text())
     late = imports(tree) - imports(without_type_checking(tree)) - {"typing.TYPE_CHECKING"}
-    assert late == {f"zckpt.{module}.{name}" for module, names in zckpt._LATE.items() for name in names} | {
-        f"zckpt.{module}" for module in zckpt._MODULES
-    }
-    assert {*zckpt.__all__} <= {*dir(zckpt)}
-    assert all(hasattr(zckpt, name) for name in zckpt.__all__)
+    names = {f"zckpt.{name}" for name in zckpt._MODULES}
+    for module in ("errors", "types", "frameworks.zero_to_fp32"):
+        names.add(f"zckpt.{module}.*")
+    names |= {f"zckpt.{of}.{name}" for name, of in zckpt._HOME.items() if f"zckpt.{of}.*" not in names}
+    assert late == names
+    aliases = [alias for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names]
+    renamed = {alias.name for alias in aliases if alias.asname == alias.name}
+    assert renamed == {name.rpartition(".")[2] for name in late} - {*zckpt.__all__, "*"}
+    assert zero_to_fp32.__all__ == zckpt._LATE["frameworks.zero_to_fp32"]
 
 
 def test_importing_zckpt_or_its_command_line_imports_no_torch() -> None:

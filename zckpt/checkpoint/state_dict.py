@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 import msgpack
 
@@ -39,25 +39,15 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from zckpt.checkpoint.background import PendingWrite
+    from zckpt.checkpoint.write import CommonOptions
     from zckpt.progress import Progress
     from zckpt.storage.location import StrPath
     from zckpt.transfer.budget import Budget
 
-    class Options(TypedDict, total=False):
+    class Options(CommonOptions, total=False):
         """The arguments that ``zckpt.dcp.Writer`` has, too."""
 
         step: int
-        latest: bool
-        budget: Budget | None
-        progress: Progress | None
-        keep_last: int | None
-        keep_every: int | None
-        reuse: StrPath | None
-        node_local: bool
-        ranks_per_file: int
-        copy_to: StrPath | None
-        copy_keep_last: int | None
-        copy_keep_every: int | None
 
 
 @overload

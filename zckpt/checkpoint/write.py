@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
 
@@ -11,36 +12,35 @@ from zckpt.checkpoint.cleaning.older import remove_older
 from zckpt.checkpoint.listing.leftovers import left_alone
 from zckpt.checkpoint.tiers import queue
 from zckpt.checkpoint.tiers.upload import Upload, place_there, run_there
+from zckpt.checkpoint.writing.decide import Agreed, Assigned, Facts, ForRank, Planned, agree, describe
+from zckpt.checkpoint.writing.machines import Machines, find_machines
 from zckpt.checkpoint.writing.options import WriteOptions
-from zckpt.checkpoint.writing.prepare import Facts, Preparation
+from zckpt.checkpoint.writing.prepare import Preparation, RankPlan, claimed, plan, prepare
+from zckpt.checkpoint.writing.rank_write import RankWrite, join
 from zckpt.engines import engine_of, group_of
 from zckpt.engines.away import away
+from zckpt.engines.history import history_of, note_write
 from zckpt.errors import warn
 from zckpt.plan.inventory import PARAM
 from zckpt.ranks.collectives import BACKGROUND, UPLOADS, Ranks
-from zckpt.storage.location import Location
+from zckpt.storage.lock import WriteLock
 from zckpt.storage.schemes import open_store
 from zckpt.transfer.snapshot import Snapshot
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from zckpt.progress import Progress
-    from zckpt.storage.location import StrPath
+    from zckpt.storage.location import Location, StrPath
     from zckpt.storage.space import Space
     from zckpt.transfer.budget import Budget
 
-    class _Options(TypedDict, total=False):
-        step: int | None
-        parts: Collection[str] | None
-        exclude: Collection[str]
-        client_state: Mapping[str, Any] | None
-        rank_state: Mapping[str, Any] | None
-        overwrite: bool
+    class CommonOptions(TypedDict, total=False):
+        """The arguments that ``zckpt.write_state_dict`` and ``zckpt.dcp.Writer`` have, too."""
+
         latest: bool
         budget: Budget | None
         progress: Progress | None
-        pending_gradients: Literal["refuse", "drop"]
         keep_last: int | None
         keep_every: int | None
         reuse: StrPath | None
@@ -49,6 +49,15 @@ if TYPE_CHECKING:
         copy_to: StrPath | None
         copy_keep_last: int | None
         copy_keep_every: int | None
+
+    class _Options(CommonOptions, total=False):
+        step: int | None
+        parts: Collection[str] | None
+        exclude: Collection[str]
+        client_state: Mapping[str, Any] | None
+        rank_state: Mapping[str, Any] | None
+        overwrite: bool
+        pending_gradients: Literal["refuse", "drop"]
 
     class _BackgroundOptions(_Options, total=False):
         snapshot: Literal["copy", "lazy"]
@@ -220,40 +229,71 @@ def write_engine(
     group = group_of(engine)
     ranks = Ranks(group, call=call)
     wait_for(ranks)
-    prepared = Preparation(engine, path, options, ranks.rank, ranks.size)
+    prepared: Preparation
+    machines: Machines
+    copy_at: Location | None = None
+    planned: RankPlan
+    write: RankWrite | None = None
+    finish: Callable[[Snapshot], None]
     pending: PendingWrite | None = None
     upload: Upload | None = None
 
-    def prepare() -> Facts:
-        facts = prepared.prepare()
+    def prepare_here() -> Facts:
+        nonlocal prepared, machines, copy_at
+        prepared = prepare(engine, path, options, first=ranks.rank == 0)
+        machines = Machines.one(ranks.size)  # unless ``find_machines`` finds several
         if options.copy_to is not None:
-            _place_there(prepared, options.copy_to)
-        return facts
+            there = place_there(options.copy_to, prepared.run.location, prepared.store.location)
+            copy_at = open_store(there).location
+        return prepared.facts
+
+    def plan_here() -> Planned:
+        nonlocal planned
+        planned = plan(prepared, agreed, own, machines, ranks)
+        return planned.told
+
+    def begin() -> Space | None:
+        nonlocal write, finish, pending
+        # A write in the background has to connect its ranks while the training still has its process groups.
+        together = planned.together
+        writers = writing_ranks.part(together, inside=ranks) if len(together) > 1 else None
+        with ranks.interruptible():
+            assert assigned is not None, "rank 0 tells every rank what to check"
+            to_check, described, data_bytes = Assigned(*assigned)
+            note_write(engine, agreed.run_id)
+            leads = machines.leads(ranks.rank)
+            latest_in = claimed(prepared) if leads else None
+            write = replace(
+                planned.write, latest_in=latest_in, writers=writers, described=described, data_bytes=data_bytes
+            )
+            finish = partial(_finish, prepared, agreed, machines, write, to_check, writing_ranks, upload)
+            if options.background:
+                pending = PendingWrite(prepared.target, finish, writing_ranks)
+            queue.expect(upload)
+            return write.begin(WriteLock(prepared.store, save_id=agreed.save_id)) if leads else None
 
     with ranks.undivided():
-        agreed, own = ranks.decide_each(prepare, prepared.agree, "prepare the write")
-        prepared.find_machines(agreed, ranks)
+        common, each = ranks.decide_each(prepare_here, lambda facts: agree(prepared, facts), "prepare the write")
+        assert each is not None, "rank 0 tells every rank its shares"
+        agreed, own = Agreed(*common), ForRank(*each)
+        if options.node_local:
+            machines = find_machines(prepared.store, agreed.save_id, ranks)
         _, assigned = ranks.decide_each(
-            lambda: prepared.plan(agreed, own, ranks), prepared.describe, "plan the write", interruptible=False
-        )
+            plan_here, lambda plans: describe(prepared, own.hosts, machines, planned.write, plans), "plan the write",
+            interruptible=False,
+        )  # fmt: skip
         # The ranks have agreed by now on whether they write in the background.
         writing_ranks = Ranks(group, channel=BACKGROUND, call=call) if options.background else ranks
-        if options.copy_to is not None:
-            upload = _upload(prepared, Ranks(group, channel=UPLOADS, call=call), options.copy_to)
-        finish = partial(_finish, prepared, writing_ranks, upload)
-
-        def begin() -> Space | None:
-            nonlocal pending
-            prepared.connect(writing_ranks, ranks)
-            with ranks.interruptible():
-                if options.background:
-                    pending = PendingWrite(prepared.target, finish, writing_ranks)
-                queue.expect(upload)
-                return prepared.begin(assigned)
-
+        if copy_at is not None:
+            upload = _upload(prepared, agreed, Ranks(group, channel=UPLOADS, call=call), copy_at)
         try:
-            spaces = ranks.decide_each(begin, prepared.of_leaders, "begin the write", interruptible=False)
-            ranks.together(lambda: prepared.join(*spaces), "begin the write")
+            first, own_space = ranks.decide_each(begin, machines.of_leaders, "begin the write", interruptible=False)
+            ranks.together(
+                lambda: join(
+                    prepared.store, agreed.save_id, ranks.rank, machines.of(ranks.rank).ranks[0], own_space or first
+                ),
+                "begin the write",
+            )
             if pending is None:
                 finish(Snapshot())
             else:
@@ -261,7 +301,7 @@ def write_engine(
         except BaseException:
             # A thread that has begun to write removes its files by itself.
             if pending is None or pending.cancel():
-                _give_up(prepared, upload)
+                _give_up(write, upload)
             raise
         if is_ending():
             queue.settle()
@@ -272,66 +312,71 @@ def write_engine(
         return pending or prepared.target
 
 
-def _place_there(prepared: Preparation, copy_to: StrPath) -> Location:
-    """Returns the directory of the copy of the checkpoint. Raises ValueError and UnsupportedError."""
-    return open_store(place_there(copy_to, prepared.run.location, Location.of(prepared.target))).location
-
-
-def _upload(prepared: Preparation, ranks: Ranks, copy_to: StrPath) -> Upload:
+def _upload(prepared: Preparation, agreed: Agreed, ranks: Ranks, target: Location) -> Upload:
     """Returns the copy of the checkpoint that is made after its commit. It has no reference to the engine's state.
-    ``ranks``: the ranks of the write, for use in the thread of the uploads."""
+    ``ranks``: the ranks of the write, for use in the thread of the uploads. ``target``: the directory of the copy."""
     queue.uploads_of(ranks)  # on each rank, before a rank can fail
-    options, target = prepared.options, _place_there(prepared, copy_to)
-    keep_last, keep_every = options.copy_keep_last, options.copy_keep_every
+    options, copy_to = prepared.options, str(prepared.options.copy_to)
+    kept, written = (options.copy_keep_last, options.copy_keep_every), (agreed.run_id, agreed.save_id)
     return Upload(
-        source=Location.of(prepared.target), target=target, run=run_there(copy_to, prepared.run.location),
-        save_id=prepared.write.save_id, ranks=ranks, overwrite=options.overwrite, budget=options.budget,
-        afterwards=partial(_remove_older, str(target), str(copy_to), keep_last, keep_every, prepared.written),
+        source=prepared.store.location, target=target, run=run_there(copy_to, prepared.run.location),
+        save_id=agreed.save_id, ranks=ranks, overwrite=options.overwrite, budget=options.budget,
+        afterwards=partial(_remove_older, str(target), copy_to, *kept, written),
     )  # fmt: skip
 
 
-def _give_up(prepared: Preparation, upload: Upload | None) -> None:
+def _give_up(write: RankWrite | None, upload: Upload | None) -> None:
     """Removes the files of a write that has failed on any rank."""
     queue.cancel(upload)
-    prepared.write.remove()
+    if write is not None:
+        write.remove()
 
 
-def _finish(prepared: Preparation, ranks: Ranks, upload: Upload | None, snapshot: Snapshot) -> None:
+def _finish(
+    prepared: Preparation, agreed: Agreed, machines: Machines, write: RankWrite, to_check: Sequence[tuple[str, int]],
+    ranks: Ranks, upload: Upload | None, snapshot: Snapshot,
+) -> None:  # fmt: skip
     """Writes the files of every rank and commits them. Then rank 0 removes older checkpoints. After a failure on any
     rank, no file is left. All ranks call this, in the main thread or in the thread of a background write."""
-    rank_write = prepared.write
+    leads = write.lock is not None
+
+    def check() -> None:
+        snapshot.check()  # This rank may have been interrupted while it waited for the others.
+        write.check_files({path: range(nbytes, nbytes + 1) for path, nbytes in to_check})
+
+    def finish() -> None:
+        if leads:
+            write.finish()
+            history_of(prepared.engine).last = prepared.target
+
     try:
         _, digests = ranks.decide_each(
-            lambda: rank_write.write_data_files(snapshot),
-            lambda all_of: (None, dict.fromkeys(prepared.leaders, all_of)),
+            lambda: write.write_data_files(snapshot),
+            lambda all_of: (None, dict.fromkeys(machines.leaders, all_of)),
             "write",
-            interruptible=rank_write.writers is None,
+            interruptible=write.writers is None,
         )
-
-        def check() -> None:
-            snapshot.check()  # This rank may have been interrupted while it waited for the others.
-            prepared.check_files()
-
         ranks.together(check, "check the files")
         # Nothing is committed before all leaders have prepared, so no machine shows what another one will not show.
         try:
-            ranks.together(lambda: prepared.prepare_commit(digests), "commit", interruptible=False)
+            ranks.together(
+                lambda: None if digests is None else write.prepare_commit(*write.with_digests(digests)), "commit",
+                interruptible=False,
+            )  # fmt: skip
         except BaseException:
             if ranks.lost:
-                rank_write.leave_in_doubt()
+                write.leave_in_doubt()
             raise
-        ranks.together(prepared.commit, "commit", interruptible=False)
-        ranks.together(prepared.finish, "commit", interruptible=False)
+        ranks.together(lambda: write.commit_prepared() if leads else None, "commit", interruptible=False)
+        ranks.together(finish, "commit", interruptible=False)
     except BaseException:
-        _give_up(prepared, upload)
+        _give_up(write, upload)
         raise
-    queue.add(upload, latest=rank_write.latest_in is not None)
-    if rank_write.lock is not None:
-        rank_write.lock.release()
-        options = prepared.options
-        _remove_older(
-            prepared.target, str(prepared.run.location), options.keep_last, options.keep_every, prepared.written
-        )
+    queue.add(upload, latest=write.latest_in is not None)
+    if write.lock is not None:
+        write.lock.release()
+        options, written = prepared.options, (agreed.run_id, agreed.save_id)
+        _remove_older(prepared.target, str(prepared.run.location), options.keep_last, options.keep_every, written)
 
 
 def _remove_older(

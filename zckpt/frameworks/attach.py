@@ -17,8 +17,8 @@ from zckpt.checkpoint.restore import restore_engine
 from zckpt.checkpoint.restoring.mismatch import Caller
 from zckpt.checkpoint.restoring.plan import Request, check_settings, engine_state
 from zckpt.checkpoint.writing.collect import what_is_left_out
+from zckpt.checkpoint.writing.decide import LEFT_OUT, tell
 from zckpt.checkpoint.writing.options import WriteOptions, check_counts
-from zckpt.checkpoint.writing.prepare import LEFT_OUT, tell
 from zckpt.checkpoint.writing.saves import Saves, forget_saves, saves_of
 from zckpt.engines import adapt, group_of
 from zckpt.engines.hooks import after_calls

@@ -27,6 +27,12 @@ if TYPE_CHECKING:
     from zckpt.checkpoint.reading.loader import Loader
     from zckpt.storage.location import StrPath
 
+__all__ = [
+    "convert_zero_checkpoint_to_fp32_state_dict",
+    "get_fp32_state_dict_from_zero_checkpoint",
+    "load_state_dict_from_zero_checkpoint",
+]
+
 _MARK = "_zckpt_reads"
 _OPENERS = ("get_model_state_file", "get_model_state_files", "get_optim_files")
 """The functions of DeepSpeed that return the names of files in its own format."""

@@ -27,7 +27,7 @@ from zckpt.transfer.stored import in_order, replica_digest, stored_range, values
 from zckpt.transfer.torch_dtypes import DTYPE_NAMES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from zckpt.checkpoint.writing.options import WriteOptions
     from zckpt.engines.contract import StateAdapter
@@ -39,8 +39,8 @@ _NUMPY_DTYPES = frozenset(map(np.dtype, ["?", "u1", "i1", "u2", "i2", "u4", "i4"
 class Collected:
     """The state of an engine, as one rank holds it."""
 
-    fragments: list[Fragment]
-    """The fragments of all parts that are written. The tensors of packed trees are added to this list later."""
+    fragments: Sequence[Fragment]
+    """The fragments of all parts that are written, without the tensors of packed trees."""
     aliases: Mapping[str, str]
     state: Mapping[str, Any]
     rank_state: Mapping[str, Any]
@@ -101,6 +101,9 @@ class Changes:
     and that of the plain value."""
     left_out: dict[str, str] = field(default_factory=dict)
     """The values that are left out: the path of each, and in words the path and the reason."""
+
+    def copy(self) -> Changes:
+        return Changes({**self.replaced}, {**self.left_out})
 
 
 def pack_tree(

@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from zckpt.checkpoint.listing.doubt import settle
 from zckpt.format import names
 from zckpt.plan.machines import Machine
 
@@ -50,6 +51,16 @@ class Machines:
         """Returns whether this rank is the leader of its machine."""
         return self.of(rank).ranks[0] == rank
 
+    @property
+    def leaders(self) -> list[int]:
+        """The leaders of all machines."""
+        return [machine.ranks[0] for machine in self.all]
+
+    def of_leaders(self, results: Sequence[Any]) -> tuple[Any, dict[int, Any]]:
+        """Returns the result of rank 0, and for each rank of another machine that of its leader. ``results``: those of
+        all ranks."""
+        return results[0], {rank: results[ranks[0]] for _, ranks in self.all[1:] for rank in ranks}
+
     def checked_by(self, hosts: Sequence[str]) -> list[int]:
         """Returns for each rank the rank whose files it checks before the commit. That rank sees the same directory.
         If possible, it is on another host, because a rank that has written a file sees it even if its file server does
@@ -70,9 +81,10 @@ class Machines:
 
 
 def find_machines(store: Store, save_id: str, ranks: Ranks) -> Machines:
-    """Finds out which ranks see the same directory. Each rank puts a file with a name of its own into the directory of
-    the checkpoint, looks which of the others it sees, and removes its file. This is collective. Raises StorageError and
-    RankError."""
+    """Finds out which ranks see the same directory. First commits what a crash has left committed on some machines
+    only. Then each rank puts a file with a name of its own into the directory of the checkpoint, looks which of the
+    others it sees, and removes its file. This is collective. Raises StorageError and RankError."""
+    settle(store, ranks)
     found: list[Machines] = []
 
     def mark(rank: int) -> str:

@@ -63,18 +63,18 @@ while that a file does not exist."""
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class RankWrite:
-    """One rank's part in a write. ``describe`` and ``begin`` are called on rank 0, then ``write_data_files`` on every
-    rank. Then the ranks call ``check_files`` for each other's files, and rank 0 commits in three steps:
-    ``prepare_commit``, ``commit_prepared`` and ``finish``. Each step begins after all ranks have done the step before.
-    A copy and a conversion call ``commit`` instead, which checks all files and does the three steps. After the commit,
-    the lock is released. After a failure on any rank, every rank calls ``remove``.
+    """One rank's part in a write. ``begin`` is called on rank 0, then ``write_data_files`` on every rank. Then the
+    ranks call ``check_files`` for each other's files, and rank 0 commits in three steps: ``prepare_commit``,
+    ``commit_prepared`` and ``finish``. Each step begins after all ranks have done the step before. A copy and a
+    conversion call ``describe`` first, and in the end ``commit``, which checks all files and does the three steps.
+    After the commit, the lock is released. After a failure on any rank, every rank calls ``remove``.
 
-    If each machine writes to a disk of its own, the leader of every machine does all that rank 0 does, except
-    ``describe``. So the machines commit together."""
+    If each machine writes to a disk of its own, the leader of every machine does all that rank 0 does. So the machines
+    commit together."""
 
     store: Store
     """The directory of the checkpoint."""
-    latest_in: Store | None
+    latest_in: Store | None = None
     """The directory of the run whose file ``latest`` will name the checkpoint, or None if ``latest`` stays as it is."""
     save_id: str
     """The save id of the lock of rank 0. In a copy of a whole checkpoint, it is the save id of that checkpoint."""
@@ -103,13 +103,12 @@ class RankWrite:
     """Whether an earlier try of the same copy may have left files, with which this one goes on."""
     leaves_files: bool = False
     """Whether the files of the copy stay after a failure, so that another try can go on with them."""
-    data_bytes: int = field(default=0, init=False)
-    """How many bytes the ranks write to this directory, beside what ``described`` has. ``describe`` sets it on rank 0,
-    as if all files were written there and none were shared."""
+    described: tuple[bytes, bytes] = (b"", b"")
+    """The manifest without digests, and the index, on the leader. ``describe`` makes them, unless they are given."""
+    data_bytes: int = 0
+    """How many bytes the ranks write to this directory, beside what ``described`` has, on the leader."""
     lock: WriteLock | None = field(default=None, init=False)
     """The lock of the checkpoint, from ``begin`` to ``remove``. It is None on all ranks but the leader."""
-    described: tuple[bytes, bytes] = field(default=(b"", b""), init=False)
-    """The manifest without digests, and the index. ``describe`` sets them on rank 0."""
     _begun: bool = field(default=False, init=False)
     """Whether this write has made the directory of the new data. Only then may it remove the directory."""
     _replaced: Mapping[str, Collection[str] | None] = field(default_factory=dict, init=False)
