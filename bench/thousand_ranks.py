@@ -595,8 +595,8 @@ def measure_played(directory: str, ranks_text: str, parameters_text: str) -> dic
     player = Player(size, records)
 
     def noted(function: Callable[..., Any], message: str) -> Any:
-        def call(*arguments: Any) -> Any:
-            made = function(*arguments)
+        def call(*arguments: Any, **options: Any) -> Any:
+            made = function(*arguments, **options)
             player.told[function.__name__] = getattr(made, message)
             return made
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import secrets
 from bisect import bisect_left
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zckpt.checkpoint.writing.saves import saves_of
 from zckpt.engines.history import run_id_of_next_write
@@ -165,12 +165,12 @@ def agree(prepared: Preparation, facts_of_ranks: Sequence[Facts]) -> tuple[Agree
 
 @without_collector
 def describe(
-    prepared: Preparation, hosts: Sequence[str], machines: Machines, write: RankWrite, plans_of_ranks: Sequence[Planned]
+    prepared: Preparation, hosts: Sequence[str], machines: Machines, write: RankWrite, plans_of_ranks: Sequence[Any]
 ) -> tuple[None, dict[int, Assigned]]:
     """Makes and checks the manifest and the index. Returns what each rank gets. ``prepared`` and ``write``: those of
     rank 0. Raises StateError if the optimizers of the ranks differ in a value that is kept once, or replicas in their
     values."""
-    options, plans = prepared.options, [Planned(*values) for values in plans_of_ranks]
+    options, plans = prepared.options, [Planned(b"", *values[1:]) for values in plans_of_ranks]
     if any(of_rank.scalars for of_rank in plans):
         error = _differing([of_rank.scalars for of_rank in plans])
         if not options.leave_out:
@@ -185,7 +185,9 @@ def describe(
     replaced = {path: said for of_rank in plans for path, said in of_rank.replaced.items()}
     tell(prepared.engine, "some values come back in a plain form", replaced)
     tell(prepared.engine, LEFT_OUT, {path: said for of_rank in plans for path, said in of_rank.left_out.items()})
-    save_id, records = write.save_id, catalog.unpack(of_rank.rank_record for of_rank in plans)
+    # Each packed record is taken out of its message, so that its memory is free once it is unpacked. Those of thousands
+    # of ranks take as much memory as all that is made of them.
+    save_id, records = write.save_id, catalog.unpack(values.pop(0) for values in plans_of_ranks)
     described = catalog.catalog(records, save_id, replace(write.metadata, machines=machines.tree()))
     files = [
         [*record.paths(save_id), (names.digests_path(save_id, rank), of_rank.table_bytes)]
