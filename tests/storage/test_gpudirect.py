@@ -118,7 +118,7 @@ def test_a_file_that_has_become_too_short(tmp_path: Path) -> None:
     # The sizes of files are not checked here, as if the file became too short just after the check.
     with (
         direct(),
-        mock.patch.object(loader_of(checkpoint).contents, "check_sizes", return_value={}),
+        mock.patch.object(loader_of(checkpoint).contents, "check_sizes", return_value=0),
     ):
         os.truncate(file, file.stat().st_size - 1000)
         with pytest.raises(zckpt.FormatError, match=r"F003.*rank-00001.*key master/c"):

@@ -6,7 +6,8 @@ import os
 from typing import TYPE_CHECKING
 
 from zckpt.checkpoint.cleaning.cleanup import Removed
-from zckpt.checkpoint.cleaning.work import OLD_SECONDS, Work
+from zckpt.checkpoint.cleaning import work as cleaning
+from zckpt.checkpoint.cleaning.work import Work
 from zckpt.checkpoint.listing.leftovers import run_leftovers
 from zckpt.checkpoint.listing.runs import directories, is_begun, names_at
 from zckpt.errors import CheckpointExistsError, CheckpointNotFoundError, StorageError, warn
@@ -86,7 +87,7 @@ def _discarded(run: Store, checkpoints: Sequence[Store], discard: StrPath | Coll
 def _give_up_uploads(run: Store, work: Work) -> None:
     """Removes the unfinished uploads of data files in and below the directory that are older than ``OLD_SECONDS``."""
     try:
-        for upload in run.unfinished(OLD_SECONDS):
+        for upload in run.unfinished(cleaning.OLD_SECONDS):
             if any(map(names.is_data_dir, upload.path.split("/"))):
                 if not work.dry_run:
                     run.give_up(upload)
