@@ -40,7 +40,7 @@ _STEP = "step-"
 
 
 class _Found(NamedTuple):
-    """The checkpoint that a load takes."""
+    """The checkpoint that is loaded."""
 
     path: str
     only_weights: bool

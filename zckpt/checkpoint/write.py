@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
 
 from zckpt.checkpoint.background import PendingWrite, is_ending, wait_for
 from zckpt.checkpoint.cleaning.older import remove_older
+from zckpt.checkpoint.listing.doubt import settle
 from zckpt.checkpoint.listing.leftovers import left_alone
 from zckpt.checkpoint.tiers import queue
 from zckpt.checkpoint.tiers.upload import Upload, place_there, run_there
@@ -230,7 +231,7 @@ def write_engine(
     ranks = Ranks(group, call=call)
     wait_for(ranks)
     prepared: Preparation
-    machines: Machines
+    machines = Machines.one(ranks.size)  # unless ``find_machines`` finds several
     copy_at: Location | None = None
     planned: RankPlan
     write: RankWrite | None = None
@@ -239,9 +240,8 @@ def write_engine(
     upload: Upload | None = None
 
     def prepare_here() -> Facts:
-        nonlocal prepared, machines, copy_at
+        nonlocal prepared, copy_at
         prepared = prepare(engine, path, options, first=ranks.rank == 0)
-        machines = Machines.one(ranks.size)  # unless ``find_machines`` finds several
         if options.copy_to is not None:
             there = place_there(options.copy_to, prepared.run.location, prepared.store.location)
             copy_at = open_store(there).location
@@ -277,6 +277,7 @@ def write_engine(
         assert each is not None, "rank 0 tells every rank its shares"
         agreed, own = Agreed(*common), ForRank(*each)
         if options.node_local:
+            settle(prepared.store, ranks)  # A crash may have left a checkpoint committed on some machines only.
             machines = find_machines(prepared.store, agreed.save_id, ranks)
         _, assigned = ranks.decide_each(
             plan_here, lambda plans: describe(prepared, own.hosts, machines, planned.write, plans), "plan the write",

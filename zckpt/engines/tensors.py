@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 T = TypeVar("T", bound=torch.Tensor)
 T_ = TypeVar("T_")
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
-"""The names under which wrappers have the module that they wrap."""
+"""The names of the attributes in which wrapper modules keep the module that they wrap."""
 SAMPLED_TENSORS, SAMPLED_ELEMENTS = 16, 16
 """How many tensors, and how many elements of each, are looked at to tell engines apart."""
 

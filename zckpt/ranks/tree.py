@@ -68,7 +68,7 @@ class Answer(NamedTuple):
     common: bytes = b""
     """The packed value for all ranks."""
     each: Mapping[int, bytes] = {}
-    """The packed values for single ranks."""
+    """What rank 0 tells some ranks alone: the packed value, by rank."""
     report: StepReport | None = None
     """The report of all ranks, if a rank has failed or does something else."""
     error: tuple[str, str, dict[str, Any]] | None = None

@@ -248,7 +248,7 @@ class Creator(Protocol):
 
     def open_range(self, path: str, *, direct: bool) -> Writer:
         """Opens a file that ``Store.make`` has made, to write whole pages of it. Other processes of this host write
-        other pages at the same time. Only stores that ``divide_files`` need this."""
+        other pages at the same time. Only stores with ``divides_files`` need this."""
         raise UnsupportedError(f"{path}: this store does not let several processes write to one file")
 
 
@@ -421,7 +421,7 @@ class Store(Creator, ABC):
 
     def make(self, path: str, nbytes: int, *, reserve: bool) -> None:
         """Makes a new file of ``nbytes`` zeros, of which processes of this host then write parts. ``reserve``: as for
-        ``create``. Its content need not be durable. Only stores that ``divide_files`` need this."""
+        ``create``. Its content need not be durable. Only stores with ``divides_files`` need this."""
         raise UnsupportedError(f"{path}: this store does not let several processes write to one file")
 
     def share(self, path: str, source: Location) -> bool:

@@ -74,7 +74,7 @@ class Statistics(NamedTuple):
 
 
 class Stretch(NamedTuple):
-    """Elements of one of several tensors. ``number`` is the position of the tensor among them."""
+    """Consecutive elements of one of several tensors. ``number`` is the position of this tensor among the tensors."""
 
     number: int
     info: TensorInfo

@@ -83,9 +83,9 @@ class Copy:
         return self.copied.records((rank for rank, files in self.files_of_rank.items() if TABLE in files), self.save_id)
 
     def begin(self, lock: WriteLock, records: Sequence[bytes]) -> Space:
-        """Checks that the copy may be made at this place, takes the lock, and makes the directory of the new data.
-        ``records``: the results of ``records`` of all processes. Returns the space that the copy needs. Raises
-        CheckpointExistsError, and the errors of ``RankWrite.begin``."""
+        """Checks that the copy may be made at this place, and takes the lock. ``records``: the results of ``records``
+        of all processes. Returns the space that the copy needs. Raises CheckpointExistsError, and the errors of
+        ``RankWrite.begin``."""
         refuse_place(self.target, self.latest_in or self.target.parent, latest=self.latest_in is not None)
         first = self._rank_write(0, (), None)
         self.copied.describe(first, records)

@@ -193,7 +193,8 @@ class Checkpoint(Mapping[str, TensorInfo]):
             names, tensors = list(targets), loader.contents.named(targets)
         else:
             names, tensors = loader.contents.chosen(keys)
-        unused = list(targets.keys() - set(names)) if targets else []
+        asked = set(names) if targets else ()
+        unused = [key for key in targets if key not in asked]
         if unused:
             raise MismatchError(f"out has {', '.join(unused[:5])}, which keys does not ask for", key=unused[0])
         if targets:

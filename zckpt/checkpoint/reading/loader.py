@@ -65,7 +65,7 @@ class ReadRequest(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """What is read: elements of tensors, of which there may be very many."""
+    """The elements of tensors that a read wants, and where they go. There may be very many tensors."""
 
     tensors: Tensors
     spans: Sequence[Span]

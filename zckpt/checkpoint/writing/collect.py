@@ -222,7 +222,7 @@ def _packed(
 
 
 def _key(path: str, key: object) -> str | int | None:
-    """Returns the plain key that takes the place of a key of the map at ``path``, or None."""
+    """Returns the plain key that takes the place of a key of the map at ``path``, or None if there is none."""
     return (plain_key if _GIVEN.match(path) else number_key)(key)
 
 

@@ -7,7 +7,6 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from zckpt.checkpoint.listing.doubt import settle
 from zckpt.format import names
 from zckpt.plan.machines import Machine
 
@@ -81,10 +80,9 @@ class Machines:
 
 
 def find_machines(store: Store, save_id: str, ranks: Ranks) -> Machines:
-    """Finds out which ranks see the same directory. First commits what a crash has left committed on some machines
-    only. Then each rank puts a file with a name of its own into the directory of the checkpoint, looks which of the
-    others it sees, and removes its file. This is collective. Raises StorageError and RankError."""
-    settle(store, ranks)
+    """Finds out which ranks see the same directory. Each rank puts a file with a name of its own into the directory of
+    the checkpoint, looks which of the others it sees, and removes its file. This is collective. Raises StorageError and
+    RankError."""
     found: list[Machines] = []
 
     def mark(rank: int) -> str:

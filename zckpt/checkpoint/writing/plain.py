@@ -130,9 +130,9 @@ class Sieve:
     pack: Callable[[object, str], object]
     """Packs the value that is at a path. Raises StateError if it cannot be kept."""
     replacement: Callable[[str, object], tree.Plain | None]
-    """Returns the plain value that takes the place of the value at a path, or None."""
+    """Returns the plain value that takes the place of the value at a path, or None if there is none."""
     put_key: Callable[[str, object], str | int | None]
-    """Returns the plain key that takes the place of a key of the map at a path, or None."""
+    """Returns the plain key that takes the place of a key of the map at a path, or None if there is none."""
     mark: Callable[[str, str], object | None]
     """Returns what a map has in the place of an entry that goes, or None if it has nothing. The arguments are the path
     of the entry and the reason."""

@@ -1,5 +1,5 @@
-"""One rank's part in the write of a checkpoint. Each rank writes its own files. Rank 0 also makes the directories, the
-manifest and the index, and commits."""
+"""One rank's part in the write of a checkpoint. Each rank writes its own files. Rank 0 also takes the lock, writes the
+index and the manifest, and commits."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class RankWrite:
     lock: WriteLock | None = field(default=None, init=False)
     """The lock of the checkpoint, from ``begin`` to ``remove``. It is None on all ranks but the leader."""
     _begun: bool = field(default=False, init=False)
-    """Whether this write has made the directory of the new data. Only then may it remove the directory."""
+    """Whether the directory of the new data belongs to this write. Only then may it remove the directory."""
     _replaced: Mapping[str, Collection[str] | None] = field(default_factory=dict, init=False)
     """The names of the files and directories that are removed after the commit: those of an older checkpoint, and those
     of DeepSpeed's own checkpoint. The value of each is the argument ``named`` of ``look``."""
@@ -141,8 +141,8 @@ class RankWrite:
         self.data_bytes = sum(file.nbytes for record in rank_records for file in record.files)
 
     def begin(self, lock: WriteLock) -> Space:
-        """Takes the lock. Then removes the leftovers of writers that died, because they take space, and makes the
-        directory of the new data next to that of an older checkpoint.
+        """Takes the lock. Then removes the leftovers of writers that died, because they take space, and notes what the
+        commit will replace. The first data file makes the directory of the new data.
 
         Returns the space that the write needs and has. All ranks pass it to ``Space.refuse_lack`` before they write.
         Raises CheckpointExistsError if there is something that may not be replaced, LockedError, and StorageError.

@@ -161,14 +161,11 @@ class OptimizerRestoring:
             for group, names in self._names.items()
             if counts_together(self._optimizer, group)
         }
-        states: list[State | str | None] = []
-        for flat in self._flats:
-            if self._saved.keeps(self._names[flat.group] if flat.group in together else flat.stored_names):
-                states.append(None)
-            else:
-                state, reasons = self._saved.state(flat, together.get(flat.group))
-                states.append(reasons[0] if reasons else state)
-        return states
+
+        def keeps_own(flat: FlatBuffer) -> bool:
+            return self._saved.keeps(self._names[flat.group] if flat.group in together else flat.stored_names)
+
+        return [None if keeps_own(flat) else self._saved.state(flat, together.get(flat.group)) for flat in self._flats]
 
 
 def _counted_as(step: Any, optimizer: Any) -> Any:

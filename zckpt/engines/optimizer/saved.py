@@ -182,8 +182,8 @@ class Saved:
         )
         return Together(alike, self._states(names, self._counted))
 
-    def state(self, flat: FlatBuffer, together: Together | None) -> tuple[State, list[str]]:
-        """Returns what was saved for a flat buffer, and the reasons why it cannot be restored.
+    def state(self, flat: FlatBuffer, together: Together | None) -> State | str:
+        """Returns what was saved for a flat buffer, or the reason why it cannot be restored.
 
         ``together``: what was saved for all parameters whose steps are counted together with those of the flat buffer,
         or None if its steps are counted alone. Parameters that had no state when they were saved get the scalars of the
@@ -196,16 +196,15 @@ class Saved:
             alike = together is not None and together.alike
             states = self._states(names, self._state_of if alike else self._counted)
         if not states:
-            return NOTHING, []
+            return NOTHING
         bound_values = self._bound.get(repr(geometry(flat))) if self._bound else None
         for state in states:
             if state.bound_keys and (bound_values is None if state.bound else not flat.whole):
-                return NOTHING, [_misfit(state.bound_keys, flat, self.optimizer_class or "the optimizer")]
+                return _misfit(state.bound_keys, flat, self.optimizer_class or "the optimizer")
         first, *others = states
         if not all(equal(state, first) for state in others):
-            problem = f"{first_few(names, 1)}: one sub-group here, but other optimizer scalars for each when saved"
-            return NOTHING, [problem]
-        return first._replace(values={**first.values, **bound_values}) if bound_values else first, []
+            return f"{first_few(names, 1)}: one sub-group here, but other optimizer scalars for each when saved"
+        return first._replace(values={**first.values, **bound_values}) if bound_values else first
 
     @staticmethod
     def _states(names: Iterable[str], state_of: Mapping[str, State]) -> list[State]:

@@ -274,8 +274,10 @@ class DeepSpeedFolderPlan:
         for number, flat in zip(numbers, flats, strict=True):
             group = self._groups[flat.group]
             counts_together = self._wrapping == "none" and self._is_adam and len(group) > 1
-            state, more_reasons = saved.state(flat, saved.together(group) if counts_together else None)
-            reasons += more_reasons
+            state = saved.state(flat, saved.together(group) if counts_together else None)
+            if isinstance(state, str):
+                reasons.append(state)
+                continue
             for key, value in state.values.items():
                 if is_decomposed(value):
                     raise UnsupportedError(

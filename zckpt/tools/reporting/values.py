@@ -252,8 +252,8 @@ def _unchanged(values: TensorStatistics) -> TensorStatistics:
 
 
 def _values(values: torch.Tensor, before: torch.Tensor | None) -> TensorStatistics:
-    """Returns the statistics of these elements. ``before``: the same elements in the checkpoint before, if it has
-    them."""
+    """Returns the statistics of ``values``, a 1-D tensor. ``before``: the same elements in the checkpoint before, if it
+    has them."""
     statistics, update = Statistics(), None if before is None else Statistics()
     histogram: Counter[int] = Counter()
     for first in range(0, len(values), AT_ONCE):
