@@ -55,7 +55,7 @@ def on_page_markdown(markdown: str, *, page: Page, files: Files, **_: object) ->
 def api() -> str:
     """Returns the page about all public names. Their docstrings describe them."""
     kinds: dict[str, list[str]] = {"Functions": [], "Classes": [], "Errors": []}
-    classes = [name for of in (errors, types) for name, value in vars(of).items() if isinstance(value, type)]
+    classes = [name for of in (errors, types) for name in dir(of) if isinstance(getattr(of, name), type)]
     for name in sorted({*zckpt.__all__, *zckpt._HOME, *classes}):
         value = getattr(zckpt, name)
         if isinstance(value, type):

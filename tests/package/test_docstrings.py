@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 SECTIONS = ("Args", "Returns", "Raises")
-PUBLIC = {name: getattr(zckpt, name) for name in sorted({*zckpt.__all__, *zckpt._HOME})} | vars(types)
+PUBLIC = {name: getattr(zckpt, name) for name in sorted({*zckpt.__all__, *zckpt._HOME})} | {
+    name: getattr(types, name) for name in dir(types)
+}
 CLASSES = [value for value in PUBLIC.values() if inspect.isclass(value)]
 FUNCTIONS = {name: value for name, value in PUBLIC.items() if inspect.isfunction(value)}
 METHODS = {

@@ -273,11 +273,16 @@ def test_type_checkers_see_the_public_names_that_are_imported_late() -> None:
     aliases = [alias for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names]
     renamed = {alias.name for alias in aliases if alias.asname == alias.name}
     assert renamed == {name.rpartition(".")[2] for name in late} - {*zckpt.__all__, "*"}
+    types = ast.parse((ROOT / "types.py").read_text())
+    homes = {f"zckpt.{module}.{name}" for name, module in zckpt.types._HOMES.items()}
+    assert imports(types) - imports(without_type_checking(types)) - {"typing.TYPE_CHECKING"} == homes
     assert zero_to_fp32.__all__ == zckpt._LATE["frameworks.zero_to_fp32"]
 
 
 def test_importing_zckpt_or_its_command_line_imports_no_torch() -> None:
-    code = "import sys, zckpt, zckpt.cli, zckpt.checkpoint.listing.find; sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys, zckpt, zckpt.cli, zckpt.checkpoint.listing.find; zckpt.Cleanup; sys.exit('torch' in sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

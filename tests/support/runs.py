@@ -40,7 +40,7 @@ def tensors_of(engine: Any) -> dict[tuple[str, int, int], torch.Tensor]:
     """
     adapter = adapt(engine)
     everything = [*adapter.inventory(None).fragments, *adapter.inventory(["param"]).fragments]
-    return {(f.key, *f.span[1:]): data_of(f).clone() for f in everything}
+    return {(f.key, *f.span[1:]): data_of(f).reshape(-1).clone() for f in everything}
 
 
 def inner(engine: Any) -> torch.optim.Optimizer:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from zckpt.checkpoint.cleaning.cleanup import Removed
 from zckpt.checkpoint.cleaning import work as cleaning
+from zckpt.checkpoint.cleaning.cleanup import Removed
 from zckpt.checkpoint.cleaning.work import Work
 from zckpt.checkpoint.listing.leftovers import run_leftovers
 from zckpt.checkpoint.listing.runs import directories, is_begun, names_at
