@@ -29,7 +29,7 @@ from zckpt.progress import ProgressBar
 from zckpt.version import __version__
 
 if TYPE_CHECKING:
-    from zckpt import dcp
+    from zckpt import dcp, types
     from zckpt.checkpoint.background import PendingWrite, wait
     from zckpt.checkpoint.open import open  # noqa: A004  zckpt.open reads like the builtin on purpose
     from zckpt.checkpoint.reading.checkpoint import Checkpoint
@@ -85,6 +85,7 @@ __all__ = [
     "reload",
     "report",
     "restore",
+    "types",
     "validate",
     "wait",
     "where",
@@ -123,7 +124,7 @@ _LATE = {
 }
 """The public names by module. These are the imports above for type checkers. Each module is imported when one of its
 names is first used, because most of these modules import torch, which takes longer than many commands."""
-_MODULES = ("dcp",)
+_MODULES = ("dcp", "types")
 """The public modules, which are imported in the same way."""
 _HOME = {name: module for module, names in _LATE.items() for name in names}
 
@@ -141,4 +142,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*__all__, *_MODULES, *(name for name in globals() if name.startswith("__"))})

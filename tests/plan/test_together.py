@@ -40,6 +40,14 @@ def planned(of_ranks: list[list[Fragment]]) -> tuple[tuple[CommonFile, ...], lis
     return common_files(catalog.unpack(raws), SAVE_ID, 9, block_bytes=BLOCK_BYTES), alone
 
 
+def test_pieces_of_more_elements_than_32_bits_can_count() -> None:
+    grid = all_of((3 << 33,))
+    ((file,), _) = planned([[Fragment("param", "w", "U8", grid.narrow(r << 33, 1 << 33))] for r in range(RANKS)])
+    assert file.pieces.start.tolist() == [0, 1 << 33, 1 << 34]
+    assert file.pieces.offset.tolist() == [0, 1 << 33, 1 << 34]
+    assert file.nbytes - file.data_start == 3 << 33
+
+
 @given(st.integers(0, 10**6))
 def test_the_ranges_and_the_header_agree(seed: int) -> None:
     files, alone = planned([fragments_of(number, RANKS, seed) for number in range(RANKS)])

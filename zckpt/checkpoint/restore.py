@@ -310,7 +310,12 @@ def _choose(places: Sequence[StrPath]) -> Chosen | str:
 
 def _said(path: Place) -> str:
     """Returns the places as a text, which has to be the same on all ranks."""
-    places = [path] if isinstance(path, (str, os.PathLike)) else path.paths if isinstance(path, Chosen) else path
+    places: object = (
+        [path] if isinstance(path, (str, os.PathLike)) else path.paths if isinstance(path, Chosen) else path
+    )
+    if not isinstance(places, Sequence):
+        kind = type(path).__name__
+        raise TypeError(f"path must be a path or a list of paths, got {kind}; the engine comes first")
     return " ".join(str(Location.of(place).absolute()) for place in places)
 
 

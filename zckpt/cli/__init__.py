@@ -124,7 +124,10 @@ class _CommandParser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         if self._intermixed or self._has_remainder:
-            return super().parse_known_args(args, namespace)
+            namespace, unknown = super().parse_known_args(args, namespace)
+            if unknown and self._has_remainder:
+                self.error(f"unrecognized arguments: {' '.join(unknown)}")
+            return namespace, unknown
         # argparse calls this method again from within, once for the options and once for the positional arguments.
         self._intermixed = True
         if "--" in args:
@@ -134,7 +137,9 @@ class _CommandParser(argparse.ArgumentParser):
             namespace, unknown = self.parse_known_intermixed_args(args, namespace)
         finally:
             self._intermixed = False
-        return namespace, [argument.removeprefix(_POSITIONAL) for argument in unknown]
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(arg.removeprefix(_POSITIONAL) for arg in unknown)}")
+        return namespace, []
 
     def _get_nargs_pattern(self, action: argparse.Action) -> str:
         pattern: str = super()._get_nargs_pattern(action)

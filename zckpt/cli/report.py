@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import zckpt
 from zckpt.cli import output
 from zckpt.cli.launched import launched
-from zckpt.errors import printable
+from zckpt.errors import CheckpointNotFoundError, printable
 
 if TYPE_CHECKING:
     import argparse
@@ -52,6 +52,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from zckpt.tools.reporting.page import find_libraries
 
+    if len(arguments.paths) > 1 and arguments.paths[-1].endswith(".html"):
+        raise CheckpointNotFoundError(f"{arguments.paths[-1]} is not a checkpoint", hint="name the page by -o or --out")
     find_libraries()  # If a package is missing, this says so before torch is imported.
     with launched() as rank:
         path = zckpt.report(

@@ -141,7 +141,8 @@ def pack(value: RankRecord) -> bytes:
 
 def _packed(column: Ints) -> tuple[str, bytes]:
     """Returns the smallest dtype that can hold a column, and its bytes."""
-    dtype = np.min_scalar_type(int(column.max(initial=0))).newbyteorder("<")
+    smallest = np.min_scalar_type(int(column.max(initial=0))).newbyteorder("<")
+    dtype = smallest if smallest.itemsize < np.int64().itemsize else np.dtype("<i8")  # u64 and i64 make floats in numpy
     return dtype.str, column.astype(dtype).tobytes()
 
 

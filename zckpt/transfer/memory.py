@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 SHARED_BYTES = linux.HUGE_PAGE_BYTES
 """The most bytes of new small tensors that share memory. If it were more, one tensor that is kept could keep more
 memory in use. If it were less, they could not fill a huge page."""
+ROOMS_TOGETHER = 16
+"""How many rooms of small tensors are in one mapping. One tensor that is kept keeps the addresses of all of them in
+use, although not their memory."""
 PLAIN_CLASSES = frozenset({torch.Tensor, torch.nn.Parameter})
 """The classes of initialized tensors that have no operations of their own."""
 TENSOR_ALIGNMENT_BYTES = 64
@@ -98,8 +101,14 @@ def fresh_tensors(
 
 
 def _rooms(nbytes: Sequence[int], within: Sequence[int]) -> list[Bytes]:
-    """Returns what ``_room`` does for each of these sizes. Several rooms lie in one mapping of memory, in a huge page
-    each."""
+    """Returns what ``_room`` does for each of these sizes. Up to ``ROOMS_TOGETHER`` rooms lie in one mapping of memory,
+    in a huge page each."""
+    if len(nbytes) > ROOMS_TOGETHER:
+        return [
+            room
+            for first in range(0, len(nbytes), ROOMS_TOGETHER)
+            for room in _rooms(nbytes[first:][:ROOMS_TOGETHER], within[first:][:ROOMS_TOGETHER])
+        ]
     if len(nbytes) == 1:
         return [_room(nbytes[0], within[0])]
     huge = linux.HUGE_PAGE_BYTES

@@ -154,7 +154,8 @@ def hint(
     if matched.restores_nothing:
         return (
             "no weight at all would be restored: make the engine of the model that was saved, or copy the weights "
-            "into the model yourself, from zckpt.open(path).state_dict()"
+            "into the model yourself, by zckpt.open(path).load_into(...) if it is a state dict, and otherwise from "
+            "zckpt.open(path).state_dict()"
         )
 
     if not misfits and not against:

@@ -74,6 +74,8 @@ class WriteOptions:
             raise ValueError("snapshot and snapshot_bytes are about a write in the background: pass background=True")
         if self.snapshot_bytes is not None and not (isinstance(self.snapshot_bytes, int) and self.snapshot_bytes >= 0):
             raise ValueError(f"snapshot_bytes must be a number of bytes, 0 or more, got {self.snapshot_bytes!r}")
+        if self.step is not None and (type(self.step) is not int or self.step < 0):
+            raise ValueError(f"step must be a whole number of 0 or more, got {self.step!r}")
         most = self.ranks_per_file
         if type(most) is not int or not 1 <= most <= WORLD_SIZE_MAX:
             raise ValueError(f"ranks_per_file must be a whole number from 1 to {WORLD_SIZE_MAX}, got {most!r}")

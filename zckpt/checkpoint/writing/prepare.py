@@ -84,7 +84,8 @@ class Preparation:
 def prepare(engine: object, path: StrPath | None, options: WriteOptions, *, first: bool) -> Preparation:
     """Collects all state that this rank has to write, and the values that the ranks have to agree about. ``first``:
     whether this is rank 0."""
-    options, history, adapter = options.checked(), history_of(engine), readable(engine)
+    options, adapter = options.checked(), readable(engine)
+    history = history_of(engine)
     offloaded = away(engine)
     if offloaded is not None:
         offloaded.refuse_lost("zckpt.write")
