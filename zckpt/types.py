@@ -9,8 +9,8 @@ if TYPE_CHECKING:
     from zckpt.checkpoint.background import PendingWrite as PendingWrite
     from zckpt.checkpoint.cleaning.cleanup import Cleanup as Cleanup
     from zckpt.checkpoint.cleaning.cleanup import Removed as Removed
-    from zckpt.checkpoint.listing.contents import PieceInfo as PieceInfo
-    from zckpt.checkpoint.listing.contents import TensorInfo as TensorInfo
+    from zckpt.checkpoint.listing.tensors import PieceInfo as PieceInfo
+    from zckpt.checkpoint.listing.tensors import TensorInfo as TensorInfo
     from zckpt.checkpoint.reading.checkpoint import Checkpoint as Checkpoint
     from zckpt.checkpoint.restore import RankStates as RankStates
     from zckpt.checkpoint.restore import Restored as Restored
@@ -34,8 +34,8 @@ _HOMES = {
     "PendingWrite": "checkpoint.background",
     "Cleanup": "checkpoint.cleaning.cleanup",
     "Removed": "checkpoint.cleaning.cleanup",
-    "PieceInfo": "checkpoint.listing.contents",
-    "TensorInfo": "checkpoint.listing.contents",
+    "PieceInfo": "checkpoint.listing.tensors",
+    "TensorInfo": "checkpoint.listing.tensors",
     "Checkpoint": "checkpoint.reading.checkpoint",
     "RankStates": "checkpoint.restore",
     "Restored": "checkpoint.restore",

@@ -45,7 +45,8 @@ from zckpt.transfer.memory import check_fragments, check_memory
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
-    from zckpt.checkpoint.listing.contents import Contents, TensorInfo
+    from zckpt.checkpoint.listing.contents import Contents
+    from zckpt.checkpoint.listing.tensors import TensorInfo
     from zckpt.plan.inventory import Fragment
     from zckpt.storage.contract import Store
     from zckpt.transfer.budget import Budget

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
 
-    from zckpt.checkpoint.listing.contents import Contents, Holders, TensorInfo
+    from zckpt.checkpoint.listing.contents import Contents
+    from zckpt.checkpoint.listing.tensors import Holders, TensorInfo
 
     Row = tuple[TensorInfo, Holders]
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from rich.tree import Tree
 
-    from zckpt.checkpoint.listing.contents import TensorInfo
+    from zckpt.checkpoint.listing.tensors import TensorInfo
 
 EXAMPLES = """
   zckpt state checkpoints

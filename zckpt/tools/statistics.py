@@ -14,7 +14,7 @@ from zckpt.tools.share import batches
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from zckpt.checkpoint.listing.contents import TensorInfo
+    from zckpt.checkpoint.listing.tensors import TensorInfo
     from zckpt.checkpoint.reading.loader import Loader
     from zckpt.geometry import Span
 

@@ -9,19 +9,20 @@ from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
-from functools import cache, cached_property, partial
-from typing import TYPE_CHECKING, Any, overload
+from dataclasses import replace
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from zckpt.checkpoint.listing.files import digest_counts
+from zckpt.checkpoint.listing.tensors import Holders, PieceInfo, TensorInfo, Tensors
 from zckpt.errors import KeyNotFoundError
 from zckpt.format import data_file as data_file_format
 from zckpt.format import index as index_format
 from zckpt.format import names, tree
 from zckpt.format.digest import DIGEST_BYTES, ReadFile, blocks, check_block, digest
-from zckpt.format.dtypes import ITEM_BYTES, TORCH_NAMES
+from zckpt.format.dtypes import ITEM_BYTES
 from zckpt.format.limits import DIGEST_TABLE_BYTES_MAX, NAMES_MAX, TREE_BYTES_MAX
 from zckpt.format.names import Tier
 from zckpt.format.rules import broken
@@ -36,7 +37,6 @@ from zckpt.plan.select import Keys, nearest, select
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    import torch
     from numpy.typing import NDArray
 
     from zckpt.format.data_file import Header
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from zckpt.geometry import Grid, Ints
     from zckpt.storage.contract import Reader, Store
 
-    Copies = Sequence[int | None] | Ints
+    CopyNumbers = Sequence[int | None] | Ints
     """The number of a copy of each of several tensors, or None where any will do. In a column, None is -1."""
 
 
@@ -56,174 +56,6 @@ LISTED_PIECES = 1 << 18
 RANK_PIECES = 1 << 17
 """About how many pieces ``Contents.pieces_of_ranks`` lists at a time. They take 9 MiB, and three times as much while
 they are put in order."""
-
-
-@dataclass(frozen=True, slots=True)
-class PieceInfo:
-    """A piece of a tensor: the elements ``[start, stop)``, and where they are stored. The elements are counted in
-    row-major order, or, if tensor parallelism has divided the tensor, in the order that the manifest gives."""
-
-    rank: int
-    """The rank that wrote the piece."""
-    tier: str
-    """The memory that the piece was in when it was saved, ``"device"``, ``"host"`` or ``"nvme"``."""
-    copy: int
-    """The number of the copy that the piece belongs to. It is above 0 only for values that differ from rank to rank,
-    such as some buffers."""
-    start: int
-    """The first element of the piece."""
-    stop: int
-    """The element after the last one of the piece."""
-    file: str
-    """The file that holds the piece, relative to the directory of the checkpoint."""
-    offset: int
-    """The byte of ``file`` at which the piece begins."""
-    nbytes: int
-    """The size of the piece in bytes."""
-
-
-@dataclass(frozen=True, slots=True)
-class Holders:
-    """How the pieces of one tensor are spread over the ranks that wrote it."""
-
-    pieces: int
-    """The number of pieces of the tensor, over all its copies."""
-    ranks: int
-    """The number of ranks that have at least one piece of the tensor."""
-    first_rank: int
-    """The lowest of these ranks."""
-    last_rank: int
-    """The highest of these ranks."""
-    tiers: tuple[str, ...]
-    """The tiers that the pieces were in when they were saved."""
-
-
-@dataclass(frozen=True, slots=True)
-class TensorInfo:
-    """One tensor of a checkpoint: its key, dtype, shape and size in bytes (``nbytes``). ``ranks``, ``files`` and
-    ``pieces`` say where it is stored."""
-
-    key: str
-    """The key of the tensor: ``<part>/<parameter name>``."""
-    part: str
-    """The part of the state that the tensor belongs to, such as ``"master"`` or ``"exp_avg"``."""
-    name: str
-    """The name of the parameter or buffer in the model."""
-    dtype_name: str
-    """The name of the dtype in the format, which is safetensors' name, such as ``"F32"``."""
-    shape: tuple[int, ...]
-    """The shape of the whole tensor."""
-    nbytes: int
-    """The size of one whole copy of the tensor in bytes."""
-    _place: tuple[int, int] = field(repr=False)
-    """The position of the tensor's part in the manifest, and the tensor's row in that part."""
-    _contents: Contents = field(repr=False, compare=False)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype, as a ``torch.dtype``. Reading this attribute imports torch."""
-        return _torch_dtype(self.dtype_name)
-
-    @property
-    def torch_name(self) -> str:
-        """Torch's name for the dtype, such as ``"float32"``."""
-        return TORCH_NAMES[self.dtype_name]
-
-    @property
-    def item_bytes(self) -> int:
-        """The size of one element in bytes."""
-        return ITEM_BYTES[self.dtype_name]
-
-    @property
-    def pieces(self) -> tuple[PieceInfo, ...]:
-        """All pieces of the tensor. The list is made anew each time that this attribute is read."""
-        return self._contents.piece_infos(self)
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The ranks that wrote the tensor, in ascending order."""
-        return tuple(sorted({piece.rank for piece in self.pieces}))
-
-    @property
-    def files(self) -> tuple[str, ...]:
-        """The files that hold the tensor, relative to the directory of the checkpoint."""
-        return tuple(dict.fromkeys(piece.file for piece in self.pieces))
-
-
-class Tensors(Sequence[TensorInfo]):
-    """Tensors of a checkpoint, of which there may be very many. So this has only their places, as columns. It makes a
-    TensorInfo when one is asked for."""
-
-    def __init__(self, contents: Contents, part_id: Ints, row: Ints) -> None:
-        """``part_id``, ``row``: for each tensor, the position of its part in the manifest, and its row in that part."""
-        self._contents, self.part_id, self.row = contents, part_id, row
-
-    def __len__(self) -> int:
-        return len(self.row)
-
-    def __iter__(self) -> Iterator[TensorInfo]:
-        return map(self._contents._info, self.part_id.tolist(), self.row.tolist())
-
-    @overload
-    def __getitem__(self, i: int) -> TensorInfo: ...
-    @overload
-    def __getitem__(self, i: slice) -> Tensors: ...
-    def __getitem__(self, i: int | slice) -> TensorInfo | Tensors:
-        if isinstance(i, slice):
-            return self.take(i)
-        return self._contents._info(int(self.part_id[i]), int(self.row[i]))
-
-    def take(self, which: slice | Ints | NDArray[np.bool_]) -> Tensors:
-        """Returns the tensors that ``which`` selects."""
-        return Tensors(self._contents, self.part_id[which], self.row[which])
-
-    @property
-    def keys(self) -> list[str]:
-        """The key of each tensor. A tied weight has the one under which it is stored."""
-        prefixes, names = [f"{part.name}/" for part in self._manifest.parts], self._manifest.names
-        ids = self._column("name_ids")
-        return [prefixes[part] + names[name] for part, name in zip(self.part_id.tolist(), ids, strict=True)]
-
-    @property
-    def shapes(self) -> list[tuple[int, ...]]:
-        """The shape of each tensor."""
-        return [*map(self._manifest.shapes.__getitem__, self._column("shape_ids"))]
-
-    @property
-    def grids(self) -> list[Grid]:
-        """The grid of each tensor. Tensors with the same one share one object."""
-        return [*map(self._manifest.grid_of, self._column("shape_ids"), self._column("grid_ids"))]
-
-    @property
-    def dtypes(self) -> list[torch.dtype]:
-        """The dtype of each tensor. Reading this attribute imports torch."""
-        return [*map(_torch_dtype, self._column("dtypes"))]
-
-    @property
-    def item_bytes(self) -> Ints:
-        """For each tensor, the size of an element in bytes."""
-        return np.array([*map(ITEM_BYTES.__getitem__, self._column("dtypes"))], np.int64)
-
-    @property
-    def nbytes(self) -> Ints:
-        """For each tensor, the size of one whole copy in bytes."""
-        return np.array([*map(math.prod, self.shapes)], np.int64) * self.item_bytes
-
-    @property
-    def _manifest(self) -> Manifest:
-        return self._contents.manifest
-
-    def _column(self, name: str) -> list[Any]:
-        """Returns what a column of the parts has for each tensor."""
-        columns = [getattr(part, name) for part in self._manifest.parts]
-        return [columns[part][row] for part, row in zip(self.part_id.tolist(), self.row.tolist(), strict=True)]
-
-
-@cache
-def _torch_dtype(name: str) -> torch.dtype:
-    from zckpt.transfer.torch_dtypes import TORCH_DTYPES  # imported late, because listing tensors needs no torch
-
-    return TORCH_DTYPES[name]
 
 
 class Contents(Mapping[str, TensorInfo]):
@@ -545,7 +377,7 @@ class Contents(Mapping[str, TensorInfo]):
         """Returns the grid of each tensor."""
         return self.tensors(infos).grids
 
-    def stored(self, infos: Sequence[TensorInfo], copies: Copies, rank: int | None) -> StoredPieces:
+    def stored(self, infos: Sequence[TensorInfo], copies: CopyNumbers, rank: int | None) -> StoredPieces:
         """Returns the pieces of one copy of each tensor: the copy that ``copies`` names, or, where that is None, the
         one that suits ``rank`` best."""
         tensors, asked = self.tensors(infos), _numbers_of(copies)
@@ -563,7 +395,7 @@ class Contents(Mapping[str, TensorInfo]):
         stored = StoredPieces.concatenated(of_chunks)
         return stored.take(np.argsort(stored.tensor, kind="stable"))
 
-    def stored_each(self, infos: Sequence[TensorInfo], copies: Copies) -> Iterator[StoredPieces]:
+    def stored_each(self, infos: Sequence[TensorInfo], copies: CopyNumbers) -> Iterator[StoredPieces]:
         """Yields for each tensor what ``stored`` returns for it alone. It looks at as many tensors at a time as have
         ``LISTED_PIECES`` pieces if each rank has one of each: this is far quicker than to look at each tensor, and the
         pieces of all tensors are never in memory."""
@@ -650,7 +482,7 @@ class Contents(Mapping[str, TensorInfo]):
     def check_copies(
         self,
         infos: Sequence[TensorInfo],
-        copies: Copies,
+        copies: CopyNumbers,
         unmeasured_bytes: int = 0,
         bounds: NDArray[np.int64] | None = None,
     ) -> Ints:
@@ -746,7 +578,7 @@ class Contents(Mapping[str, TensorInfo]):
         return read_header(self.reader, self.manifest.path(file), file.data_start)
 
 
-def _numbers_of(copies: Copies) -> Ints:
+def _numbers_of(copies: CopyNumbers) -> Ints:
     """Returns ``copies`` as a column."""
     if isinstance(copies, np.ndarray):
         return copies

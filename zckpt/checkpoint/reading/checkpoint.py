@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zckpt.checkpoint.listing.contents import TensorInfo
+from zckpt.checkpoint.listing.tensors import TensorInfo
 from zckpt.checkpoint.reading.extra_state import extra_state
 from zckpt.checkpoint.reading.loader import ReadRequest
 from zckpt.checkpoint.reading.state_dict import PlainValues, own_rank, plan_load

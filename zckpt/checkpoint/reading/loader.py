@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from zckpt.checkpoint.listing.contents import TensorInfo
+from zckpt.checkpoint.listing.tensors import TensorInfo
 from zckpt.checkpoint.reading.targets import check_casts, empty_tensors
 from zckpt.engines.tensors import set_in_place
 from zckpt.errors import FormatError
@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
-    from zckpt.checkpoint.listing.contents import Contents, Tensors
+    from zckpt.checkpoint.listing.contents import Contents
+    from zckpt.checkpoint.listing.tensors import Tensors
     from zckpt.format.digest import ReadFile
     from zckpt.geometry import Ints
     from zckpt.plan.reads import ReadOp

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from zckpt.checkpoint.listing.contents import TensorInfo
+    from zckpt.checkpoint.listing.tensors import TensorInfo
     from zckpt.checkpoint.reading.loader import Loader
     from zckpt.engines.state_dict.flat import Leaf
     from zckpt.geometry import Span

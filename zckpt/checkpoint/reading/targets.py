@@ -12,7 +12,7 @@ from zckpt.transfer.memory import check_cast, fresh_tensors, lies_in_order
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from zckpt.checkpoint.listing.contents import Tensors
+    from zckpt.checkpoint.listing.tensors import Tensors
     from zckpt.geometry import Ints
 
 

@@ -14,7 +14,7 @@ from zckpt.transfer.torch_dtypes import TORCH_DTYPES
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
-    from zckpt.checkpoint.listing.contents import TensorInfo
+    from zckpt.checkpoint.listing.tensors import TensorInfo
 
 _WEIGHTS = (MASTER, PARAM)
 _STAND_INS = {MASTER: PARAM, PARAM: MASTER, BUFFER: PARAM}

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-    from zckpt.checkpoint.listing.contents import TensorInfo
+    from zckpt.checkpoint.listing.tensors import TensorInfo
     from zckpt.checkpoint.reading.loader import Loader
     from zckpt.geometry import Ints
     from zckpt.plan.reshard import StoredPieces

@@ -36,7 +36,7 @@ from zckpt.tools.exporting.torch_file import Instance, Storage, View, torch_file
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from zckpt.checkpoint.listing.contents import TensorInfo
+    from zckpt.checkpoint.listing.tensors import TensorInfo
     from zckpt.checkpoint.reading.loader import Loader
     from zckpt.engines.flats import FlatBuffer
     from zckpt.tools.exporting.plan import OutputFile

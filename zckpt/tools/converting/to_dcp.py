@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from zckpt.checkpoint.listing.contents import TensorInfo
+from zckpt.checkpoint.listing.tensors import TensorInfo
 from zckpt.checkpoint.reading.state_dict import PlainValues, paths_of, tensors_by_name
 from zckpt.engines import optimizer
 from zckpt.engines.contract import without_left_out

@@ -14,7 +14,7 @@ from zckpt.tools.share import batches, shared_out
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from zckpt.checkpoint.listing.contents import TensorInfo
+    from zckpt.checkpoint.listing.tensors import TensorInfo
     from zckpt.checkpoint.reading.loader import Loader
     from zckpt.progress import Progress
     from zckpt.ranks.collectives import Ranks

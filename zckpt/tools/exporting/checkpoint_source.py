@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from zckpt.checkpoint.listing.contents import TensorInfo
+    from zckpt.checkpoint.listing.tensors import TensorInfo
     from zckpt.geometry import Ints
     from zckpt.tools.exporting.plan import Extent, OutputFile
     from zckpt.transfer.budget import Budget

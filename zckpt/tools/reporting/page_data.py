@@ -15,7 +15,7 @@ from zckpt.tools.comparing.trees import tree_differences
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from zckpt.checkpoint.listing.contents import Holders, TensorInfo
+    from zckpt.checkpoint.listing.tensors import Holders, TensorInfo
     from zckpt.checkpoint.reading.loader import Loader
     from zckpt.tools.comparing.report import StateDifference
     from zckpt.tools.reporting.values import TensorStatistics, ValuesByKey

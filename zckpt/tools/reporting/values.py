@@ -33,7 +33,7 @@ from zckpt.tools.statistics import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from zckpt.checkpoint.listing.contents import TensorInfo
+    from zckpt.checkpoint.listing.tensors import TensorInfo
     from zckpt.checkpoint.reading.loader import Loader
     from zckpt.geometry import Span
 
