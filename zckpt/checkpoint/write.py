@@ -231,7 +231,7 @@ def write_engine(
     ranks = Ranks(group, call=call)
     wait_for(ranks)
     prepared: Preparation
-    machines = Machines.one(ranks.size)  # unless ``find_machines`` finds several
+    machines: Machines
     copy_at: Location | None = None
     planned: RankPlan
     write: RankWrite | None = None
@@ -240,8 +240,10 @@ def write_engine(
     upload: Upload | None = None
 
     def prepare_here() -> Facts:
-        nonlocal prepared, copy_at
+        nonlocal prepared, machines, copy_at
         prepared = prepare(engine, path, options, first=ranks.rank == 0)
+        # This is inside of the step, because it may fail. It stays so unless ``find_machines`` finds several.
+        machines = Machines.one(ranks.size)
         if options.copy_to is not None:
             there = place_there(options.copy_to, prepared.run.location, prepared.store.location)
             copy_at = open_store(there).location
