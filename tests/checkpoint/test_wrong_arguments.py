@@ -30,3 +30,11 @@ def test_a_wrong_step_is_refused_and_the_engine_keeps_its_own(tmp_path: Path, st
         zckpt.write_state_dict({"w": torch.ones(1)}, tmp_path / "a", step=step)
     zckpt.write(engine, tmp_path / "a")
     assert zckpt.open(tmp_path / "a").step == 0
+
+
+def test_tensors_of_out_that_keys_does_not_ask_for_are_named_in_their_order(tmp_path: Path) -> None:
+    """All ranks have to raise the same error, whatever the order of a set is on each of them."""
+    zckpt.write_state_dict({"w": torch.ones(1)}, tmp_path / "a")
+    keys = [f"z/{number}" for number in (3, 1, 4, 2, 0)]
+    with pytest.raises(zckpt.MismatchError, match=", ".join(keys)):
+        zckpt.open(tmp_path / "a").load("param/w", out=dict.fromkeys(keys, torch.ones(1)))

@@ -52,7 +52,8 @@ class Facts(NamedTuple):
     sample: Mapping[str, bytes]
     """The digests of what ``EngineAdapter.sample`` has returned. Empty values are left out."""
     replicas: Sequence[tuple[bytes, bytes]]
-    """For each set of replicas of which the rank holds one, the digests of its layout and of its values."""
+    """A pair of digests for each set of replicas to which tensors of the rank belong: that of the layout of these
+    tensors, and that of their values."""
     earlier: str
     """The path of the checkpoint whose unchanged data files are shared, or an empty text if there is none. Only rank 0
     tells it."""
@@ -185,8 +186,8 @@ def describe(
     replaced = {path: said for of_rank in plans for path, said in of_rank.replaced.items()}
     tell(prepared.engine, "some values come back in a plain form", replaced)
     tell(prepared.engine, LEFT_OUT, {path: said for of_rank in plans for path, said in of_rank.left_out.items()})
-    # Each packed record is taken out of its message, so that its memory is free once it is unpacked. Those of thousands
-    # of ranks take as much memory as all that is made of them.
+    # Each packed record is taken out of its message, so that its memory is free once it is unpacked. The packed records
+    # of thousands of ranks take about as much memory as the unpacked ones.
     save_id, records = write.save_id, catalog.unpack(values.pop(0) for values in plans_of_ranks)
     described = catalog.catalog(records, save_id, replace(write.metadata, machines=machines.tree()))
     files = [

@@ -150,8 +150,8 @@ class Saved:
         self, names: Sequence[str], unknown: Collection[str], live: Collection[str] = ()
     ) -> tuple[dict[str, Any], list[str]]:
         """Returns the settings that all of ``names`` had in their param groups when they were saved, and the reasons
-        why they cannot be restored. Parameters that are kept, and those in ``unknown``, need not have had settings.
-        They get the settings of the others. ``live``: as in ``restores``."""
+        why they cannot be restored. A parameter that is kept, or is in ``unknown``, need not have had settings: then it
+        gets those that the other parameters had. ``live``: the names of the settings that the live group has."""
         optional = self._kept.union(names if self._keeps_settings else unknown)
         groupless = [name for name in names if name not in self._group_of and name not in optional]
         if groupless:

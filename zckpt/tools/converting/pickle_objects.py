@@ -1,4 +1,4 @@
-"""What a pickle may make: the classes that it may name, and what it gets in the place of each."""
+"""The classes that a pickle may name, and what is made in the place of an object of each of them."""
 
 from __future__ import annotations
 
