@@ -66,7 +66,7 @@ PACKAGE = f"{Path(zckpt.__file__).parent}/"
 STEPS = {
     "adapter": (
         "checkpoint/write", "checkpoint/writing/", "checkpoint/restore", "checkpoint/restoring/",
-        "checkpoint/state_dict", "checkpoint/background", "engines/", "plan/inventory", "plan/lineage", "plan/machines",
+        "checkpoint/state_dict", "checkpoint/background", "engines/", "adapters/", "plan/inventory", "plan/lineage", "plan/machines",
         "offloading/", "transfer/memory",
     ),
     "agreement": ("ranks/", "plan/replicas", "plan/together"),

@@ -30,6 +30,7 @@ from zckpt.version import __version__
 
 if TYPE_CHECKING:
     from zckpt import dcp, types
+    from zckpt.adapters.pytorch.train_state import TrainState
     from zckpt.checkpoint.background import PendingWrite, wait
     from zckpt.checkpoint.open import open  # noqa: A004  zckpt.open reads like the builtin on purpose
     from zckpt.checkpoint.reading.checkpoint import Checkpoint
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     from zckpt.checkpoint.restore import restore
     from zckpt.checkpoint.state_dict import write_state_dict
     from zckpt.checkpoint.write import write
-    from zckpt.engines.pytorch.train_state import TrainState
     from zckpt.errors import *  # noqa: F403  type checkers take ``import *`` and ``import a as a`` for public names
     from zckpt.frameworks.attach import attach
     from zckpt.frameworks.attach import attach_all as attach_all
@@ -118,7 +118,7 @@ _LATE = {
         "get_fp32_state_dict_from_zero_checkpoint",
         "load_state_dict_from_zero_checkpoint",
     ],
-    "engines.pytorch.train_state": ["TrainState"],
+    "adapters.pytorch.train_state": ["TrainState"],
     "checkpoint.reading.checkpoint": ["Checkpoint"],
     "transfer.budget": ["Budget"],
 }

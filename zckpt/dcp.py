@@ -42,7 +42,7 @@ from zckpt.checkpoint.reading.loader import ReadRequest
 from zckpt.checkpoint.reading.state_dict import PlainValues, own_rank, paths_of, tensors_by_name
 from zckpt.checkpoint.state_dict import write_contents
 from zckpt.checkpoint.writing.options import WriteOptions
-from zckpt.engines.pytorch.shards import bounds_of
+from zckpt.engines.shards import bounds_of
 from zckpt.engines.state_dict.flat import HeldLeaves, HeldTensor, held, values_in_order
 from zckpt.errors import (
     CheckpointExistsError,

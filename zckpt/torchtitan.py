@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torchtitan.components.checkpointer import CheckpointManager as _TorchtitansManager
 from torchtitan.components.checkpointer.base import DATALOADER, MODEL, OPTIMIZER
 
+from zckpt.adapters.pytorch.train_state import TrainState
 from zckpt.checkpoint.background import PendingWrite
 from zckpt.checkpoint.listing.find import find
 from zckpt.checkpoint.listing.runs import can_resume, directories_of, if_whole, is_begun, names_in
 from zckpt.checkpoint.open import open_loader
 from zckpt.checkpoint.restore import restore
 from zckpt.checkpoint.write import write
-from zckpt.engines.pytorch.train_state import TrainState
 from zckpt.errors import CheckpointNotFoundError, UnfinishedWriteError, UnsupportedError, warn
 from zckpt.frameworks.attached_saves import moments
 from zckpt.plan.inventory import WEIGHT_PARTS

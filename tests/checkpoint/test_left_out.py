@@ -16,8 +16,8 @@ import torch
 import zckpt
 from tests.support.models import make_engine, train
 from tests.support.runs import AFTER, BEFORE, assert_same, everything, inner, tensors_of
+from zckpt.adapters.deepspeed import refuse
 from zckpt.checkpoint.writing.collect import Changes, pack_tree
-from zckpt.engines.deepspeed import refuse
 from zckpt.engines.tensors import holdings
 from zckpt.format import names, tree
 

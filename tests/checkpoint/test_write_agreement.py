@@ -479,7 +479,7 @@ def refuse_old_muon(path: str) -> None:
     engine = make_engine(stage=1, optimizer="muon")
     train(engine, 1)
     with (
-        mock.patch("zckpt.engines.deepspeed.zero12.Zero12.changes_only_in_step", return_value=False),
+        mock.patch("zckpt.adapters.deepspeed.zero12.Zero12.changes_only_in_step", return_value=False),
         pytest.raises(zckpt.UnsupportedError, match=r"Muon .*\n?.*snapshot='copy'"),
     ):
         zckpt.write(engine, path, background=True, snapshot="lazy")

@@ -49,8 +49,8 @@ ALLOWED = {
     "tools/converting/to_dcp.py": {"pickle"},  # writes a pickle
     "engines/__init__.py": {"importlib", BY_A_NAME},  # imports adapters, by a table in its code
     "engines/composed.py": {BY_A_NAME},  # a dtype of torch
-    "engines/deepspeed/data_sampler.py": {BY_A_NAME},  # the module of a live object
-    "engines/extra_state.py": {BY_A_NAME},  # a method of a module, by a table in its code
+    "adapters/deepspeed/data_sampler.py": {BY_A_NAME},  # the module of a live object
+    "adapters/extra_state.py": {BY_A_NAME},  # a method of a module, by a table in its code
     "tools/hugging_face.py": {BY_A_NAME},  # a class of models, which it checks to be one
     "tools/exporting/engine_source.py": {BY_A_NAME},  # only compares what it finds with the class of a live object
     "tools/exporting/torch_file.py": {"pickle", BY_A_NAME},  # writes a pickle, with classes of torch's storages

@@ -42,7 +42,7 @@ LATE_IMPORTS = (
     "deepspeed.runtime.zero.muon.muon_optimizer",
     "deepspeed.runtime.superoffload.superoffload_stage3",
     "deepspeed.module_inject.auto_ep_layer",
-    "zckpt.engines.deepspeed.adapter",
+    "zckpt.adapters.deepspeed.adapter",
 )
 """Modules that an engine imports when it is made. That of Muon imports torch's whole compiler. Without the server, they
 would take two processor seconds for each rank."""

@@ -11,8 +11,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.support.states import BLOCK_BYTES, cuts, fragment
+from zckpt.adapters.peft import adapter_configs
 from zckpt.checkpoint.writing.collect import pack_tree
-from zckpt.engines.peft import adapter_configs
 from zckpt.engines.tensors import named_parameters, persistent_buffers
 from zckpt.format import names
 from zckpt.plan import catalog

@@ -1,5 +1,5 @@
-"""The training engines that zckpt reads from and restores into, and the state dicts that it writes. Each framework has
-one adapter class, and ``adapt`` returns the adapter for an engine."""
+"""The contract of training engines, and what the core has to know of them. Each framework has one adapter class, which
+is named as text in ``FRAMEWORKS``, and ``adapt`` returns the adapter for an engine."""
 
 from __future__ import annotations
 
@@ -25,9 +25,11 @@ class Framework(NamedTuple):
     """The class of zckpt's adapter for these engines."""
 
 
+TRAIN_STATE = "zckpt.adapters.pytorch.train_state:TrainState"
+"""The class of the engine that zckpt makes of a tuple of a model and its optimizers."""
 FRAMEWORKS = (
-    Framework("deepspeed:DeepSpeedEngine", "zckpt.engines.deepspeed.adapter:DeepSpeedAdapter"),
-    Framework("zckpt.engines.pytorch.train_state:TrainState", "zckpt.engines.pytorch.adapter:TorchAdapter"),
+    Framework("deepspeed:DeepSpeedEngine", "zckpt.adapters.deepspeed.adapter:DeepSpeedAdapter"),
+    Framework(TRAIN_STATE, "zckpt.adapters.pytorch.adapter:TorchAdapter"),
     Framework("zckpt.testing.engine:ReferenceEngine", "zckpt.testing.adapter:ReferenceAdapter"),
     Framework("zckpt.engines.state_dict.flat:FlatState", "zckpt.engines.state_dict.adapter:StateDictAdapter"),
 )
@@ -66,9 +68,8 @@ def engine_of(value: object) -> Any:
         return value
     if len(value) not in (2, 3):
         raise TypeError(f"a tuple is (model, optimizer) or (model, optimizer, scheduler), not one of {len(value)}")
-    from zckpt.engines.pytorch.train_state import train_state_of
-
-    return train_state_of(*value)
+    train_state: Any = import_module(TRAIN_STATE.partition(":")[0])
+    return train_state.train_state_of(*value)
 
 
 def group_of(engine: Any) -> ProcessGroup | None:

@@ -1,7 +1,7 @@
 """The contract of engines: what writes and restores ask of a training engine.
 
-A new framework needs a folder here with a class that has the methods of ``EngineAdapter`` and a class that has those of
-``Restoring``, one line in the table ``zckpt.engines.FRAMEWORKS``, and a test class that derives from
+A new framework needs a folder in ``zckpt/adapters`` with a class that has the methods of ``EngineAdapter`` and a class
+that has those of ``Restoring``, one line in the table ``zckpt.engines.FRAMEWORKS``, and a test class that derives from
 ``zckpt.testing.EngineContract``. ``zckpt.testing.adapter`` is the shortest example.
 
 An engine is one object, and the table names its class. If a framework has a model and an optimizer but no object that
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from zckpt.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Generator, Iterable, Mapping
+    from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 
     import torch
     from torch.distributed import ProcessGroup
@@ -102,6 +102,13 @@ class StateAdapter(ABC):
         return None
 
     @property
+    def peft_configs(self) -> dict[str, str]:
+        """The configuration of each adapter of a PEFT model, by the adapter's name, as the text of its file
+        ``adapter_config.json``. It is empty if the model has none. Raises StateError for a configuration that JSON
+        cannot represent."""
+        return {}
+
+    @property
     @abstractmethod
     def devices(self) -> Collection[torch.device]:
         """The devices that the engine uses. The CPU may be one of them.
@@ -128,6 +135,13 @@ class StateAdapter(ABC):
         layers of other pipeline stages. It is the same on every rank. A write then joins the tree ``optimizer``, whose
         param groups must have the same settings on every rank, and the aliases and extra state of all ranks."""
         return False
+
+    @staticmethod
+    def joined_optimizer(trees: Sequence[dict[str, Any]], *, leave_out: bool) -> dict[str, Any]:
+        """Returns the tree ``optimizer`` of the whole engine, made of those of all ranks. It is called only if
+        ``names_differ``. If ranks have different values of the same thing, this raises StateError, or takes those of
+        the first of these ranks if ``leave_out``."""
+        raise NotImplementedError
 
     @property
     @abstractmethod

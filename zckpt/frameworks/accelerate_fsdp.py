@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from typing import Literal
 
-    from zckpt.engines.pytorch.train_state import TrainState
+    from zckpt.adapters.pytorch.train_state import TrainState
 
 _ACCELERATE = "Accelerate"
 _SHARDED = "SHARDED_STATE_DICT"

@@ -404,7 +404,7 @@ def _check_tags(engine: Any, tag_of_first: str, other: tuple[int, str] | None, r
 
 
 def _warn_of_gradients(engine: Any) -> None:
-    from zckpt.engines.deepspeed.refuse import pending_gradients
+    from zckpt.adapters.deepspeed.refuse import pending_gradients
 
     for reason in pending_gradients(engine):
         warn(f"the checkpoint does not hold {reason}")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from zckpt.adapters.pytorch.train_state import kept_state, train_state_of
 from zckpt.checkpoint.background import wait_for
 from zckpt.checkpoint.open import open_chosen, open_loader
 from zckpt.checkpoint.restore import Restored, restore_engine
@@ -20,7 +21,6 @@ from zckpt.checkpoint.restoring.plan import Request
 from zckpt.checkpoint.write import write_engine
 from zckpt.checkpoint.writing.saves import Saves, saves_of
 from zckpt.engines import adapt, group_of
-from zckpt.engines.pytorch.train_state import kept_state, train_state_of
 from zckpt.errors import CheckpointNotFoundError, UnfinishedWriteError, UnsupportedError, warn
 from zckpt.format import names
 from zckpt.frameworks.attached_saves import choose_copy, moments, save
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from typing import Literal
 
+    from zckpt.adapters.pytorch.train_state import TrainState
     from zckpt.checkpoint.writing.options import WriteOptions
-    from zckpt.engines.pytorch.train_state import TrainState
     from zckpt.storage.contract import Entry
 
 _DCP_METADATA = ".metadata"

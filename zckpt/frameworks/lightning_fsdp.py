@@ -18,7 +18,7 @@ from zckpt.ranks.collectives import Ranks
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from zckpt.engines.pytorch.train_state import TrainState
+    from zckpt.adapters.pytorch.train_state import TrainState
 
 _CHECKPOINT = "checkpoint"
 _LIGHTNING = "Lightning"

@@ -13,12 +13,12 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from zckpt.adapters.scheduler import SavedScheduler
 from zckpt.checkpoint import background
 from zckpt.checkpoint.listing.find import find, manifest_of
 from zckpt.checkpoint.tiers.queue import needed_sources
 from zckpt.checkpoint.writing.saves import saves_of
 from zckpt.engines import group_of
-from zckpt.engines.scheduler import SavedScheduler
 from zckpt.errors import ZckptError, warn
 from zckpt.format import names
 from zckpt.frameworks import accelerate_fsdp, lightning_fsdp

@@ -16,8 +16,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 import zckpt
 from tests.support import lora
 from tests.support.live_export import save_pretrained, train
+from zckpt.adapters.peft import adapter_configs
 from zckpt.cli import main
-from zckpt.engines.peft import adapter_configs
 from zckpt.engines.tensors import named_parameters, persistent_buffers
 from zckpt.tools.exporting.adapter import Adapter
 from zckpt.tools.exporting.selection import everything

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 from zckpt.checkpoint.writing.collect import packed_tree
-from zckpt.engines import optimizer
 from zckpt.format import tree
 from zckpt.plan.inventory import EXTRA_STATE
 from zckpt.transfer.memory import host_bytes
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from zckpt.checkpoint.writing.collect import Changes, Collected
+    from zckpt.engines.contract import StateAdapter
 
 
 def packed_for_joining(collected: Collected, changes: Changes, *, leave_out: bool) -> bytes:
@@ -39,16 +39,19 @@ def packed_for_joining(collected: Collected, changes: Changes, *, leave_out: boo
 
 
 def joined(
-    state: Mapping[str, Any], of_ranks: Sequence[bytes], *, leave_out: bool
+    adapter: StateAdapter, state: Mapping[str, Any], of_ranks: Sequence[bytes], *, leave_out: bool
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Returns the state of an engine and its aliases with the tensors of all ranks. ``state``: that of one rank.
-    ``of_ranks``: what ``packed_for_joining`` has returned on each rank. ``leave_out``: whether the values of the first
-    rank count if ranks have different values of the same thing. If not, it raises StateError."""
+    """Returns the state of an engine and its aliases with the tensors of all ranks. ``adapter``: that of the engine.
+    ``state``: that of one rank. ``of_ranks``: what ``packed_for_joining`` has returned on each rank. ``leave_out``:
+    whether the values of the first rank count if ranks have different values of the same thing. If not, it raises
+    StateError."""
     unpacked = [_unpacked(raw) for raw in of_ranks]
     aliases = {alias: name for _, of_rank in reversed(unpacked) for alias, name in of_rank.items()}
     whole = dict(state)
     if "optimizer" in whole:
-        whole["optimizer"] = optimizer.joined([trees["optimizer"] for trees, _ in unpacked], leave_out=leave_out)
+        whole["optimizer"] = adapter.joined_optimizer(
+            [trees["optimizer"] for trees, _ in unpacked], leave_out=leave_out
+        )
     extra = sorted({name for trees, _ in unpacked for name in trees.get(EXTRA_STATE, ())})
     return whole | ({EXTRA_STATE: extra} if extra else {}), aliases
 

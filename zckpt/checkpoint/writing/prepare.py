@@ -20,7 +20,6 @@ from zckpt.checkpoint.writing.reuse import LATEST, earlier_checkpoint, reused
 from zckpt.engines import readable
 from zckpt.engines.away import away
 from zckpt.engines.history import claim, history_of
-from zckpt.engines.peft import adapter_configs
 from zckpt.engines.registered import with_registered
 from zckpt.errors import StateError, UnsupportedError, ZckptError, first_few, warn
 from zckpt.format import names
@@ -258,11 +257,10 @@ def _packed_root(
     collected, options = prepared.collected, prepared.options
     state, aliases = collected.state, collected.aliases
     if to_join:
-        state, aliases = joined(state, to_join, leave_out=options.leave_out)
+        state, aliases = joined(prepared.adapter, state, to_join, leave_out=options.leave_out)
     root: dict[str, Any] = {"engine": state, names.CLIENT_STATE: dict(options.client_state or {})}
-    adapters = adapter_configs(prepared.adapter.module)
-    if adapters:
-        root[names.ADAPTERS] = adapters
+    if configs := prepared.adapter.peft_configs:
+        root[names.ADAPTERS] = configs
     if collected.left_out:
         root[names.LEFT_OUT] = collected.left_out
     return pack_tree(root, "", fragments, 0, changes, leave_out=options.leave_out), aliases

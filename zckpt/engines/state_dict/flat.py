@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from zckpt.engines.pytorch.shards import is_sharded, replica_set, span_of
+from zckpt.engines.shards import is_sharded, replica_set, span_of
 from zckpt.engines.tensors import dtype_name, local_of
 from zckpt.errors import StateError, UnsupportedError, printable
 from zckpt.geometry import all_of

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from zckpt.adapters import optimizer
+from zckpt.adapters.deepspeed.setup import DTYPES, Setup, parallelism
+from zckpt.adapters.flats import cut_alone, moments
 from zckpt.checkpoint.writing.collect import fingerprint
-from zckpt.engines import optimizer
-from zckpt.engines.deepspeed.setup import DTYPES, Setup, parallelism
-from zckpt.engines.flats import cut_alone, moments
 from zckpt.engines.tensors import dtype_name, plain_name
 from zckpt.errors import FormatError, StateError, UnsupportedError
 from zckpt.format import names
@@ -38,7 +38,7 @@ from zckpt.transfer.torch_dtypes import torch_name
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from zckpt.engines.local_tensors import LocalTensor
+    from zckpt.adapters.local_tensors import LocalTensor
     from zckpt.tools.converting.deepspeed_values import FlatValues
 
 _MICRO_STEPS = "the counter micro_steps: it is 0, as it is after engine.load_checkpoint"

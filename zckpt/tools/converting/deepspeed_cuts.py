@@ -24,13 +24,13 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
-from zckpt.engines.deepspeed.local_tensors import INTERVALS_MAX, cut_by_map, cut_evenly, cut_of_view
+from zckpt.adapters.deepspeed.local_tensors import INTERVALS_MAX, cut_by_map, cut_evenly, cut_of_view
 from zckpt.errors import FormatError, UnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from zckpt.engines.deepspeed.experts import Cut
+    from zckpt.adapters.deepspeed.experts import Cut
 
 Shape = tuple[int, ...]
 INFO = "universal_checkpoint_info"

@@ -9,8 +9,8 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from zckpt.adapters.local_tensors import LocalTensor
 from zckpt.engines.group import RankGroup
-from zckpt.engines.local_tensors import LocalTensor
 from zckpt.errors import FormatError
 from zckpt.format.limits import NAMES_MAX, WORLD_SIZE_MAX
 from zckpt.geometry import all_of, section_of

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zckpt.engines.deepspeed.experts import EXPERT, AutoExperts, names_before, sections_of
+from zckpt.adapters.deepspeed.experts import EXPERT, AutoExperts, names_before, sections_of
 from zckpt.engines.group import RankGroup
 from zckpt.engines.tensors import plain_name
 from zckpt.errors import FormatError, UnsupportedError
@@ -30,8 +30,8 @@ from zckpt.tools.converting.stacked import Stacked
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
-    from zckpt.engines.deepspeed.experts import Cuts, NamesBefore
-    from zckpt.engines.local_tensors import LocalTensor
+    from zckpt.adapters.deepspeed.experts import Cuts, NamesBefore
+    from zckpt.adapters.local_tensors import LocalTensor
     from zckpt.geometry import Section
     from zckpt.tools.converting.deepspeed_folder import DeepSpeedFolder
     from zckpt.tools.converting.deepspeed_values import FlatValues

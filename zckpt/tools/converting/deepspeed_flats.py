@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from zckpt.engines.flats import (
+from zckpt.adapters.flats import (
     FlatBuffer,
     consecutive,
     cut_each,
@@ -26,7 +26,7 @@ from zckpt.geometry import all_of
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from zckpt.engines.deepspeed.setup import Setup
+    from zckpt.adapters.deepspeed.setup import Setup
     from zckpt.geometry import Span
 
 Shape = tuple[int, ...]

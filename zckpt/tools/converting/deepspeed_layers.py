@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from zckpt.engines.deepspeed.pipeline_stage import TIED
+from zckpt.adapters.deepspeed.pipeline_stage import TIED
 from zckpt.engines.tensors import plain_name
 from zckpt.errors import UnsupportedError
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zckpt.engines.flats import cut_alone
+from zckpt.adapters.flats import cut_alone
 from zckpt.engines.tensors import plain_name
 from zckpt.errors import FormatError
 from zckpt.format.limits import NDIM_MAX, TENSOR_BYTES_MAX

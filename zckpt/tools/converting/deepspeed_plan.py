@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from zckpt.adapters import optimizer
+from zckpt.adapters.deepspeed.setup import DTYPES, Setup
+from zckpt.adapters.flats import cut_alone, partition_numel
+from zckpt.adapters.trees import counters_of, subtree
 from zckpt.checkpoint.reading.extra_state import extra_state
-from zckpt.engines import optimizer
 from zckpt.engines.composed import class_of, is_decomposed
 from zckpt.engines.contract import without_left_out
-from zckpt.engines.deepspeed.setup import DTYPES, Setup
-from zckpt.engines.flats import cut_alone, partition_numel
-from zckpt.engines.trees import counters_of, subtree
 from zckpt.errors import MismatchError, UnsupportedError, first_few
 from zckpt.format import names
 from zckpt.format.names import Tier
@@ -36,9 +36,9 @@ from zckpt.tools.exporting.torch_file import Instance, Storage, View, torch_file
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from zckpt.adapters.flats import FlatBuffer
     from zckpt.checkpoint.listing.tensors import TensorInfo
     from zckpt.checkpoint.reading.loader import Loader
-    from zckpt.engines.flats import FlatBuffer
     from zckpt.tools.exporting.plan import OutputFile
 
 DEEPSPEED_VERSION = "0.19.8"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zckpt.engines.deepspeed import scaler
+from zckpt.adapters.deepspeed import scaler
 from zckpt.errors import FormatError, UnsupportedError
 from zckpt.tools.converting.deepspeed_division import ranks_of, stages_of
 from zckpt.tools.converting.deepspeed_folder import Coordinates, DeepSpeedFolder, of_type

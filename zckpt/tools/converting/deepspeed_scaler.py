@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zckpt.engines.deepspeed import scaler
+from zckpt.adapters.deepspeed import scaler
 from zckpt.tools.exporting.torch_file import Instance
 
 if TYPE_CHECKING:

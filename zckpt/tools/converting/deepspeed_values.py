@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zckpt.engines.flats import (
+from zckpt.adapters.flats import (
     FlatBuffer,
     ParameterRange,
     consecutive,
@@ -31,7 +31,7 @@ from zckpt.tools.converting.stacked import Stacked
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
-    from zckpt.engines.local_tensors import LocalTensor
+    from zckpt.adapters.local_tensors import LocalTensor
     from zckpt.geometry import Span
     from zckpt.tools.converting.deepspeed_folder import DeepSpeedFolder
 

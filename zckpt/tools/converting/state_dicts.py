@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from zckpt.adapters import optimizer
+from zckpt.adapters.flats import FlatBuffer, ParameterRange, moments
+from zckpt.adapters.trees import COUNTERS
 from zckpt.checkpoint.writing.collect import fingerprint
-from zckpt.engines import optimizer
-from zckpt.engines.flats import FlatBuffer, ParameterRange, moments
 from zckpt.engines.state_dict.flat import OWN, PATHS, RANKS, STATE_DICT, STREAMS, Path, packed_paths
 from zckpt.engines.tensors import dtype_name
-from zckpt.engines.trees import COUNTERS
 from zckpt.errors import FormatError, UnsupportedError, first_few
 from zckpt.geometry import all_of
 from zckpt.plan.inventory import MASTER, PARAM, FileRange, Fragment

@@ -26,12 +26,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from zckpt.adapters import optimizer
+from zckpt.adapters.trees import subtree
 from zckpt.checkpoint.listing.tensors import TensorInfo
 from zckpt.checkpoint.reading.state_dict import PlainValues, paths_of, tensors_by_name
-from zckpt.engines import optimizer
 from zckpt.engines.contract import without_left_out
 from zckpt.engines.state_dict.flat import leaves_of
-from zckpt.engines.trees import subtree
 from zckpt.errors import UnsupportedError, first_few
 from zckpt.format import names
 from zckpt.geometry import span_of

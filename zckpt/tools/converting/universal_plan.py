@@ -19,8 +19,8 @@ from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
+from zckpt.adapters.deepspeed.experts import EXPERT
 from zckpt.checkpoint.writing.collect import fingerprint
-from zckpt.engines.deepspeed.experts import EXPERT
 from zckpt.errors import MismatchError, UnsupportedError, first_few
 from zckpt.geometry import all_of, span_of
 from zckpt.plan.inventory import BUFFER, MASTER
@@ -34,8 +34,8 @@ from zckpt.tools.exporting.torch_file import Instance, Storage, View, torch_file
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from zckpt.engines.deepspeed.setup import Setup
-    from zckpt.engines.flats import FlatBuffer
+    from zckpt.adapters.deepspeed.setup import Setup
+    from zckpt.adapters.flats import FlatBuffer
     from zckpt.geometry import Grid, Span
     from zckpt.tools.exporting.plan import OutputFile
 

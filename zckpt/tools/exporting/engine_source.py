@@ -12,7 +12,6 @@ from torch.distributed.fsdp import FSDPModule
 
 from zckpt.engines import adapt
 from zckpt.engines.away import away, where_they_are
-from zckpt.engines.peft import adapter_configs
 from zckpt.geometry import Grid
 from zckpt.plan.inventory import BUFFER, PARAM, WEIGHT_PARTS, unconverted
 from zckpt.plan.reshard import StoredPieces
@@ -72,7 +71,7 @@ class EngineSource:
             self.fragments = where_they_are(fragments)
             check_fragments(self.fragments)
             self.module = adapter.module
-            self.adapters = adapter_configs(adapter.module)
+            self.adapters = adapter.peft_configs
             grids = {f.name: f.span.grid for f in adapter.wanted({})}
             numbers = {name: number for number, name in enumerate(grids)}
             rows = [(numbers[f.name], f.span.start, f.span.stop, f.copy, _DTYPES.index(f.dtype)) for f in fragments]
