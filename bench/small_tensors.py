@@ -66,8 +66,8 @@ PACKAGE = f"{Path(zckpt.__file__).parent}/"
 STEPS = {
     "adapter": (
         "checkpoint/write", "checkpoint/writing/", "checkpoint/restore", "checkpoint/restoring/",
-        "checkpoint/state_dict", "checkpoint/background", "engines/", "adapters/", "plan/inventory", "plan/lineage", "plan/machines",
-        "offloading/", "transfer/memory",
+        "checkpoint/state_dict", "checkpoint/background", "engines/", "adapters/", "plan/inventory",
+        "plan/lineage", "plan/machines", "offloading/", "transfer/memory",
     ),
     "agreement": ("ranks/", "plan/replicas", "plan/together"),
     "layout": ("plan/data_files", "plan/writes", "geometry", "orders"),
