@@ -3,9 +3,9 @@
     python bench/small_tensors.py [--size 3GiB] [--dir DIR] [--runs 5]
 
 Each small tensor, or each piece of one, has 20 kB. On one rank, a state dict is written and loaded, in turns with
-torch.save, safetensors and DCP. At 8 ranks, the tensors are cut as ZeRO-3 cuts them. Every rank is a process that
-writes its own pieces, as in training, and a further process commits. Loading is done by a single process, which reads
-all pieces back into the memory that they come from.
+torch.save, safetensors and DCP. Each load is the first one of a new process, as in a resume. At 8 ranks, the tensors
+are cut as ZeRO-3 cuts them. Every rank is a process that writes its own pieces, as in training, and a further process
+commits. Loading is done by a single process, which reads all pieces back into the memory that they come from.
 
 The profile says where the processor time of the small tensors goes, which other programs on the machine change less
 than the time that passes. A thread looks every 2 ms in which module the main thread is. The time of all other threads,
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import os
 import sys
 import threading
 import time
@@ -30,6 +31,7 @@ import torch
 
 import zckpt
 from common import (
+    MIB,
     Contestant,
     Ranks,
     Result,
@@ -103,6 +105,36 @@ def one_key(path: Path, key: str) -> None:
     zckpt.open(path).load(key)
 
 
+def load_first(
+    label: str, path: Path, few: Path, prepare: Callable[[Path], object], function: Callable[[Path], object]
+) -> Contestant:
+    """Returns a contestant that loads ``path`` as the first thing that a new process loads, as a resume does. A process
+    that has loaded such tensors before may still have memory for them, from some libraries and not from others. The
+    process has loaded ``few`` tensors before, so that the time to import modules does not count."""
+    pools: list[Pool] = []
+    pids: list[int] = []
+
+    def before() -> None:
+        pools.append(multiprocessing.get_context("spawn").Pool(1))
+        pids[:] = [pools[0].apply(os.getpid)]
+        pools[0].apply(keep, (function, few))
+        prepare(path)
+
+    def after() -> None:
+        drop_from_cache(path)
+        pools.pop().terminate()
+
+    return Contestant(label, lambda: pools[0].apply(keep, (function, path)), before, after, pids=pids)
+
+
+KEPT: list[object] = []
+"""What this process has loaded."""
+
+
+def keep(function: Callable[[Path], object], path: Path) -> None:
+    KEPT.append(function(path))
+
+
 LOADS: dict[str, tuple[str, Callable[[Path], object]]] = {
     SMALL: (SMALL, load),
     LARGE: (LARGE, load),
@@ -135,17 +167,23 @@ def on_one_rank(result: Result, directory: Path) -> None:
     result.extra["notes"] = table(figures)
     for action in ("write", "load", "load into memory"):
         result.at_most(f"memory for each tensor, {action}", figures[action]["bytes"], 1024, "bytes")
+    few = make_state(MIB, PIECE_BYTES)
+    for name, save in (*SAVES.items(), (SMALL, write_state_dict), (LARGE, write_state_dict)):
+        save(few, directory / f"few in {name}")
     for group, prepare in (("1 rank, load cold", drop_from_cache), ("1 rank, load cached", bring_into_cache)):
-        loads = [loading(label, directory / name, prepare, function) for label, (name, function) in LOADS.items()]
+        loads = [
+            load_first(label, directory / name, directory / f"few in {name}", prepare, function)
+            for label, (name, function) in LOADS.items()
+        ]
         rounds = interleaved(loads, runs)
         rounds |= interleaved([loading("DCP", directory / "DCP", prepare, dcp_load(states[SMALL]))], 1)
         result.add(rounds, nbytes, group)
         compare(result, rounds, group, [label for label in rounds if label not in (SMALL, LARGE)])
     key = f"param/{list(states[SMALL])[len(states[SMALL]) // 2]}"
     path = directory / SMALL
-    few = [loading("open", path, drop_from_cache, zckpt.open)]
-    few.append(loading("open, one key", path, drop_from_cache, partial(one_key, key=key)))
-    rounds = interleaved(few, max(runs, 5))
+    looks = [loading("open", path, drop_from_cache, zckpt.open)]
+    looks.append(loading("open, one key", path, drop_from_cache, partial(one_key, key=key)))
+    rounds = interleaved(looks, max(runs, 5))
     result.add(rounds, None, "1 rank")
     for label, timings in rounds.items():
         value = sorted(timing.seconds for timing in timings)[len(timings) // 2] * 1e3
