@@ -54,13 +54,15 @@ def on_page_markdown(markdown: str, *, page: Page, files: Files, **_: object) ->
 
 def api() -> str:
     """Returns the page about all public names. Their docstrings describe them."""
-    kinds: dict[str, list[str]] = {"Functions": [], "Classes": [], "Errors": []}
+    paths: dict[str, list[str]] = {"Functions": [], "Classes": [], "Errors": []}
     classes = [name for of in (errors, types) for name in dir(of) if isinstance(getattr(of, name), type)]
+    of_types = {*dir(types)} - {*zckpt.__all__}  # only type checkers find these names in the package itself
     for name in sorted({*zckpt.__all__, *zckpt._HOME, *classes}):
         value = getattr(zckpt, name)
+        path = f"zckpt.types.{name}" if name in of_types else f"zckpt.{name}"
         if isinstance(value, type):
-            kinds["Errors" if issubclass(value, zckpt.ZckptError) else "Classes"].append(name)
+            paths["Errors" if issubclass(value, zckpt.ZckptError) else "Classes"].append(path)
         elif callable(value):
-            kinds["Functions"].append(name)
-    listed = (f"## {kind}\n\n" + "\n\n".join(f"::: zckpt.{name}" for name in names) for kind, names in kinds.items())
+            paths["Functions"].append(path)
+    listed = (f"## {kind}\n\n" + "\n\n".join(f"::: {path}" for path in of_kind) for kind, of_kind in paths.items())
     return "# API\n\n" + "\n\n".join(listed) + "\n"
