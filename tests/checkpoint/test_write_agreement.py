@@ -80,7 +80,7 @@ def is_step(code: CodeType) -> bool:
     return not code.co_filename.endswith(between) and code.co_name not in NOT_STEPS
 
 
-def fail_everywhere(path: str, who: int, every: int) -> dict[str, int]:
+def fail_everywhere(path: str, who: int, every: int, ranks_per_file: int) -> dict[str, int]:
     """Writes again and again. Each time, rank ``who`` runs out of memory in another function of the write, when this is
     first called. Tries only one of ``every`` functions. Returns how often each outcome occurred."""
     os.environ["ZCKPT_RANK_TIMEOUT"] = "300"
@@ -90,7 +90,10 @@ def fail_everywhere(path: str, who: int, every: int) -> dict[str, int]:
 
     def write(step: int) -> str:
         try:
-            zckpt.write(Whole(step), f"{path}/c", client_state={"seen": np.arange(3)}, overwrite=True)
+            zckpt.write(
+                Whole(step), f"{path}/c", client_state={"seen": np.arange(3)}, overwrite=True,
+                ranks_per_file=ranks_per_file,
+            )  # fmt: skip
         except (zckpt.ZckptError, MemoryError) as error:
             return type(error).__name__ if "no sign of life" not in str(error) else str(error)
         return "ok"
@@ -117,10 +120,18 @@ def fail_everywhere(path: str, who: int, every: int) -> dict[str, int]:
     return seen
 
 
-@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.matrix)])
-@pytest.mark.parametrize("who", [0, 1])
-def test_if_one_rank_fails_at_any_point_all_ranks_fail(cluster: Cluster, tmp_path: Path, who: int, every: int) -> None:
-    first, second = cluster.run(fail_everywhere, 2, str(tmp_path / "run"), who, every)
+EVERY = [
+    (0, 4, 1),
+    (1, 4, 1),
+    *(pytest.param(who, 1, files, marks=pytest.mark.matrix) for who in (0, 1) for files in (1, 2)),
+]
+
+
+@pytest.mark.parametrize(("who", "every", "ranks_per_file"), EVERY)
+def test_if_one_rank_fails_at_any_point_all_ranks_fail(
+    cluster: Cluster, tmp_path: Path, who: int, every: int, ranks_per_file: int
+) -> None:
+    first, second = cluster.run(fail_everywhere, 2, str(tmp_path / "run"), who, every, ranks_per_file)
     failed, other = (first, second) if who == 0 else (second, first)
     assert failed.keys() <= {"MemoryError", "ok", "functions"}  # "ok": a step that must not fail, such as the clean-up
     assert other.keys() <= {"RankError", "ok", "functions"}

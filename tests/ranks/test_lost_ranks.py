@@ -300,6 +300,43 @@ def test_a_rank_that_dies_before_a_part_of_the_ranks_meets_is_named(cluster: Clu
     assert [outcome.value for outcome in outcomes] == [1, None, 1, 1]
 
 
+def fail_outside_of_a_part() -> list[str]:
+    """Rank 1, and then rank 3, fails in a step of all ranks while other ranks wait for rank 1 in a step of a part: when
+    they meet for the first time, and when they have met before. Then all ranks take these steps together.
+
+    Returns the error of this rank in each case.
+    """
+    give_up_after(30)
+    ranks = Ranks()
+    errors = []
+
+    def act(who: int, meets: bool) -> None:
+        if ranks.rank < 3:
+            part = ranks.part([0, 1, 2]) if meets else None
+            if ranks.rank == who:
+                raise ValueError("it is broken")
+            if who == 3 and ranks.rank == 1:
+                time.sleep(2)  # so that the other ranks of the part wait for this one when rank 3 fails
+            (part or ranks.part([0, 1, 2])).together(lambda: None, "go on")
+        elif ranks.rank == who:
+            raise ValueError("it is broken")
+
+    for who, meets in ((1, False), (1, True), (3, True)):
+        with pytest.raises((ValueError, zckpt.RankError)) as caught:
+            ranks.together(partial(act, who, meets), "act", interruptible=False)
+        errors.append(f"{type(caught.value).__name__}: {caught.value}")
+        ranks.together(partial(act, -1, True), "act", interruptible=False)
+    return errors
+
+
+def test_the_ranks_of_a_part_hear_of_a_failure_outside_of_their_steps(cluster: Cluster) -> None:
+    for rank, errors in enumerate(cluster.run(fail_outside_of_a_part, 4)):
+        for who, error in zip((1, 1, 3), errors, strict=True):
+            assert "it is broken" in error
+            assert ("ValueError: it" if rank == who else f"rank {who} failed to act: ValueError: it") in error
+            assert (rank == who) == error.startswith("ValueError")
+
+
 def repeated(count: int, values: list[int]) -> tuple[str, dict[int, list[int]]]:
     return "common", {value: [value] * count for value in values if value}
 

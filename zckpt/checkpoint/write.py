@@ -258,7 +258,7 @@ def write_engine(
         nonlocal write, finish, pending
         # A write in the background has to connect its ranks while the training still has its process groups.
         together = planned.together
-        writers = writing_ranks.part(together, inside=ranks) if len(together) > 1 else None
+        writers = writing_ranks.part(together) if len(together) > 1 else None
         with ranks.interruptible():
             assert assigned is not None, "rank 0 tells every rank what to check"
             to_check, described, data_bytes = Assigned(*assigned)

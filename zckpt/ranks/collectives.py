@@ -61,9 +61,7 @@ class Ranks:
             members, number = here.members(group), here.rank
         self._connect(members, number, channel, call)
 
-    def _connect(
-        self, members: tuple[int, ...], number: int, channel: str, call: str, around: Group | None = None
-    ) -> None:
+    def _connect(self, members: tuple[int, ...], number: int, channel: str, call: str) -> None:
         self.members, self._channel, self._call = members, channel, call
         self.job_rank = number
         self.rank = members.index(number)
@@ -81,7 +79,7 @@ class Ranks:
             )
         from zckpt.ranks.groups import group_of
 
-        self._group = group_of(self._job, members, self.rank, channel, call, None if around is None else around.lives)
+        self._group = group_of(self._job, members, self.rank, channel, call)
 
     def foreground(self, call: str) -> Ranks:
         """The same ranks, for calls at the time when the background uses its own group. If the training has destroyed
@@ -91,18 +89,17 @@ class Ranks:
         ranks._connect((number,) if self.job_is_over else self.members, number, CALLS, call)
         return ranks
 
-    def part(self, numbers: Sequence[int], inside: Ranks | None = None) -> Ranks:
+    def part(self, numbers: Sequence[int]) -> Ranks:
         """Some of these ranks, among them this one, by their numbers in ascending order. This is called in an action of
-        a step of all ranks, which ``inside`` does if these ranks use another group at that time. The ranks of the part
-        may do steps of their own in such an action. If one of these fails, all of them leave the action with an error.
-        So whatever can fail in the action has to be in their steps, or come after them. This includes Ctrl-C: the step
-        of all ranks is not ``interruptible``, and the steps of these ranks are."""
+        a step of all ranks. The ranks of the part may do steps of their own in such an action. If one of these fails,
+        or if the action fails on any rank outside of them, all ranks that still wait in it leave it with an error. But
+        Ctrl-C comes only in their steps, or after them: the step of all ranks is not ``interruptible``, and the steps
+        of these ranks are."""
         ranks = object.__new__(Ranks)
         members = tuple(self.members[number] for number in numbers)
         # If a rank is lost in a step of the part, its group is closed. The step around it still needs its group, so the
         # part has another one, even if it has all ranks.
-        around = (inside or self)._group
-        ranks._connect(members, self.job_rank, f"{self._channel} of a part", self._call, around)
+        ranks._connect(members, self.job_rank, f"{self._channel} of a part", self._call)
         ranks._interrupts = self._interrupts
         return ranks
 
@@ -249,10 +246,14 @@ class Ranks:
         error: BaseException | None = None
         step = f"{self._call}, to {doing}"
         try:
-            result = action()
+            with group.lives.acting():
+                result = action()
             own = StepReport(step, {} if result == _NONE else {self.rank: result})
         except BaseException as caught:  # raised again below, once the other ranks know
             error, own = caught, StepReport(step, failure=(self.rank, _said(caught)), failures=1)
+            # Other ranks may wait in their action for this one (``part``), and would not hear of its report before.
+            named = caught if isinstance(caught, RankError) and caught.rank is not None else None
+            group.lives.tell_failure(named or self._failure(own, doing))
         below = children(self.rank, self.size)
 
         def up() -> StepReport | Answer:
@@ -301,6 +302,10 @@ class Ranks:
                 f"{report.step!r} on rank 0, {step!r} on rank {other}",
                 rank=other,
             )
+        return self._failure(report, doing)
+
+    def _failure(self, report: StepReport, doing: str) -> RankError:
+        """Returns the error of the ranks on which the step itself has not failed."""
         assert report.failure is not None, "a step has failed"
         number, said = report.failure
         others = f" (and {report.failures - 1} more ranks)" if report.failures > 1 else ""

@@ -145,11 +145,9 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_leave_groups_to_parent)
 
 
-def group_of(
-    here: Job, members: tuple[int, ...], rank: int, channel: str, call: str, around: Lives | None = None
-) -> Group:
+def group_of(here: Job, members: tuple[int, ...], rank: int, channel: str, call: str) -> Group:
     """Returns the group of these ranks of the job. It is made once for each process and job, because all ranks have to
-    make it together. After a rank was lost, it is made anew. ``around``: as for ``meet``."""
+    make it together. After a rank was lost, it is made anew."""
     for earlier in [each for each in jobs() if each.is_over]:
         for key in [key for key in earlier.groups if key[1] == channel]:
             earlier.groups.pop(key).close()  # A write in the background may still use another channel.
@@ -159,7 +157,7 @@ def group_of(
         forget(here, members, channel)
     if (members, channel) not in here.groups:
         store = here.store
-        name = meet(store, channel, rank, members, call, around)
+        name = meet(store, channel, rank, members, call)
         lives = Lives(store, name, rank, members)
         try:
             with lives.shown("connect", call), lives.waiting():

@@ -8,6 +8,7 @@ inside, and how many steps it has taken. While a rank waits for other ranks, it 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import secrets
 import sys
@@ -57,6 +58,9 @@ _STORE_IS_GONE = "has died, or the process that holds the job's store has died"
 
 _steps = 0
 
+_of_thread = threading.local()
+"""``acting`` has the groups of whose steps this thread is running the actions, the innermost last."""
+
 
 def sign_of_life() -> None:
     """Notes that this process has taken a step: a read or a write has ended."""
@@ -82,23 +86,28 @@ def _using_the_store() -> Iterator[None]:
         raise RankError(f"rank 0 {_STORE_IS_GONE}", rank=0) from error
 
 
-def meet(store: Store, channel: str, rank: int, members: Sequence[int], call: str, around: Lives | None = None) -> str:
+def _acting() -> tuple[Lives, ...]:
+    return getattr(_of_thread, "acting", ())
+
+
+def meet(store: Store, channel: str, rank: int, members: Sequence[int], call: str) -> str:
     """Waits until all ranks of a group have come. Returns a name that no group has had before, the same on all ranks.
     All ranks call it.
 
     ``channel`` says what the group is for. ``members`` has the numbers of its ranks in the job. ``call`` is the
-    function that all of them have to call. ``around``: the signs of life of the group inside of whose step these ranks
-    meet. By these they notice that a rank for which they wait has died.
+    function that all of them have to call. If they meet inside of a step of other ranks, among which they all are, they
+    notice by the signs of life of those that a rank for which they wait has died, or has failed.
 
-    Every rank stores a random word under its own key. The first rank removes these words and answers each rank. So a
-    word that a rank left when it gave up does no harm, and ranks may meet any number of times.
+    Every rank stores a random number under its own key. The first rank removes these numbers and answers each rank by
+    its number. A rank that gives up removes its own, or the first rank would take it for present the next time.
     """
-    timeout, word, name = timeout_seconds(), secrets.token_hex(8), secrets.token_hex(8)
+    timeout, own_number, name = timeout_seconds(), secrets.randbits(62), secrets.token_hex(8)
     group = hashlib.sha256(repr([*members]).encode()).hexdigest()[:16]  # a list of all ranks would be a long key
     about = f"zckpt/{group}{channel}"
+    around = next((lives for lives in reversed(_acting()) if lives.has(members)), None)
 
     def key_of(other: int) -> str:
-        return f"{about}/word/{other}"
+        return f"{about}/number/{other}"
 
     def missing_ranks() -> list[int]:
         return [other for other in members if not store.check([key_of(other)])]
@@ -110,31 +119,36 @@ def meet(store: Store, channel: str, rank: int, members: Sequence[int], call: st
                 _say_late(members[rank], missing, call, "begin", timeout)
 
     with _using_the_store():
-        store.set(key_of(members[rank]), word)
-        if rank:
-            own_answer = f"{about}/answer/{word}"
-            look = None if around is None else partial(around.look_at, lambda: members[:1])
-            if _await(store, [own_answer], timeout + GRACE_SECONDS, late, look):
-                ok, _, text = store.get(own_answer).decode().partition(" ")
-                store.delete_key(own_answer)
-                if ok == "name":
-                    return text
-                gone = int(text)
+        try:
+            store.set(key_of(members[rank]), str(own_number))
+            if rank:
+                own_answer = f"{about}/answer/{own_number}"
+                look = None if around is None else partial(around.look_at, lambda: members[:1])
+                if _await(store, [own_answer], timeout + GRACE_SECONDS, late, look):
+                    ok, _, text = store.get(own_answer).decode().partition(" ")
+                    store.delete_key(own_answer)
+                    if ok == "name":
+                        return text
+                    gone = int(text)
+                else:
+                    gone = next((other for other in members if not store.check([key_of(other)])), members[0])
             else:
-                gone = next((other for other in members if not store.check([key_of(other)])), members[0])
+                look = None if around is None else partial(around.look_at, missing_ranks)
+                missing = [] if _await(store, [*map(key_of, members)], timeout, late, look) else missing_ranks()
+                answer = f"missing {missing[0]}" if missing else f"name {name}"
+                for other in {*members} - {*missing}:
+                    if other != members[rank]:
+                        # Unlike ``get``, this does not wait for the number of a rank that has just given up.
+                        store.set(f"{about}/answer/{store.add(key_of(other), 0)}", answer)
+                    store.delete_key(key_of(other))
+                if not missing:
+                    return name
+                gone = missing[0]
+            raise RankError(f"rank {gone} has not come for {timeout} s: every rank must call {call}", rank=gone)
+        except BaseException:
+            with suppress(RuntimeError):  # If the store is gone, so is the number.
                 store.delete_key(key_of(members[rank]))
-        else:
-            look = None if around is None else partial(around.look_at, missing_ranks)
-            missing = [] if _await(store, [*map(key_of, members)], timeout, late, look) else missing_ranks()
-            answer = f"missing {missing[0]}" if missing else f"name {name}"
-            for other in {*members} - {*missing}:
-                if other != members[rank]:
-                    store.set(f"{about}/answer/{store.get(key_of(other)).decode()}", answer)
-                store.delete_key(key_of(other))
-            if not missing:
-                return name
-            gone = missing[0]
-    raise RankError(f"rank {gone} has not come for {timeout} s: every rank must call {call}", rank=gone)
+            raise
 
 
 def _await(
@@ -193,6 +207,9 @@ class Lives:
         self._verdict_key = f"{self._name}/gone"
         self._heard_key = f"{self._name}/heard"
         """Counts the ranks that have heard which rank is gone."""
+        self._failure_key = f"{self._name}/failure"
+        self._actions = 0
+        """How many actions of steps this rank has begun."""
         self._watched = neighbors(rank, len(members))
         self._beats = 0
         """How many periods the thread of this object has run. It shows the others that the process is alive."""
@@ -265,6 +282,35 @@ class Lives:
             yield
         finally:
             self._doing = None
+
+    @contextmanager
+    def acting(self) -> Iterator[None]:
+        """Inside this block, this rank runs its action of a step of the group. If the action fails on another rank,
+        this thread raises an error where it waits for ranks in the block."""
+        self._actions += 1
+        before = _acting()
+        _of_thread.acting = (*before, self)
+        try:
+            yield
+        finally:
+            _of_thread.acting = before
+
+    def tell_failure(self, error: RankError) -> None:
+        """Is called if the action has failed on this rank. ``error``: what ranks raise that wait for others in it."""
+        with suppress(RuntimeError):  # If the store is gone, they notice that.
+            self._store.set(self._failure_key, json.dumps([self._actions, error.message, error.rank, error.hint]))
+
+    def _refuse_failure(self) -> None:
+        """Raises RankError if another rank has failed in the action that this rank is running."""
+        try:
+            if not self._store.check([self._failure_key]):
+                return
+            told = self._store.get(self._failure_key)
+        except RuntimeError:  # If the store is gone, ``check`` says so.
+            return
+        number, message, rank, hint = json.loads(told)
+        if number == self._actions:  # and not in an earlier step
+            raise RankError(message, rank=rank, hint=hint)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -365,16 +411,22 @@ class Lives:
             self._hear_verdict()
         return self._verdict is not None
 
+    def has(self, numbers: Iterable[int]) -> bool:
+        """Returns whether these are numbers, in the job, of ranks of the group."""
+        return {*numbers} <= {*self._members}
+
     def look_at(self, numbers: Callable[[], Iterable[int]]) -> None:
         """Is called again and again while this rank waits for other ranks of the group, but not for a message of
         theirs, so that no connection ends if one of them dies. ``numbers`` returns their numbers in the job. Looks at
         them once in a period. Raises RankError if one of them is inside of a step and has not shown for
         ``WAITING_SECONDS`` that its process runs, if it has left the group, or if another rank says that a rank is
-        gone. A rank that is in no step shows nothing, and may come at any time."""
+        gone, or that it has failed in this action. A rank that is in no step shows nothing, and may come at any
+        time."""
         now = time.monotonic()
         if now < self._looked_at + self.period:
             return
         self._looked_at = now
+        self._refuse_failure()
         self._hear_verdict()
         for rank, entry in self._entries([self._members.index(number) for number in numbers()]).items():
             shown, since = self._shown.get(rank, ([], now))
@@ -388,7 +440,13 @@ class Lives:
 
     def check(self) -> None:
         """Raises RankError if a watched rank has shown no sign of life for too long, or if another rank says so about
-        any rank."""
+        any rank. Does so, too, if a rank has failed in an action in which this rank waits."""
+        try:
+            for around in _acting():
+                around._refuse_failure()
+        except RankError as error:
+            self.give_up_self(f"has left this call ({error.message})")
+            raise
         if self._verdict is None:
             since = time.monotonic() - self._timeout
             silent = [rank for rank, (_, heard) in self._heard.items() if heard < since]
