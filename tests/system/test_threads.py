@@ -13,6 +13,7 @@ import pytest
 
 from tests.support.cluster import ROOT
 from tests.support.forks import fork, result_of
+from tests.support.no_threads import no_further_threads
 from zckpt.storage import contract
 from zckpt.system.threads import Countdown, Worker, beside, stop
 
@@ -32,6 +33,13 @@ def test_the_thread_runs_beside_the_context_and_has_ended_after_it() -> None:
         assert not seen
         inside.set()
     assert seen == ["helper"]
+
+
+def test_without_a_further_thread_the_caller_acts() -> None:
+    seen: list[str] = []
+    with no_further_threads(), beside(lambda: seen.append(threading.current_thread().name), "helper") as start:
+        start()
+    assert seen == [threading.current_thread().name]
 
 
 def test_an_error_of_the_thread_is_raised_at_the_end() -> None:

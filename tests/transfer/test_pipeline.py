@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.support.no_threads import no_further_threads
 from tests.support.waiting import wait_until
 from zckpt import Budget, ZckptError
 from zckpt.system.threads import Worker
@@ -182,14 +184,27 @@ def test_no_step_begins_once_the_snapshot_is_given_up() -> None:
     assert steps.done == [("take", 0)]
 
 
-@pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), KeyboardInterrupt()])
+@pytest.mark.parametrize("threads", range(5))
+def test_the_steps_are_done_by_as_many_threads_as_there_can_be(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    count, start = itertools.count(), Worker.start
+
+    def start_some(worker: Worker) -> None:
+        with nullcontext() if next(count) < threads else no_further_threads():
+            start(worker)
+
+    monkeypatch.setattr(Worker, "start", start_some)
+    steps = Steps()
+    steps.run(9, 3, 4)
+    assert sorted(steps.done) == sorted((step, item) for step in STEPS for item in range(9))
+
+
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("number", range(4))
-def test_all_threads_end_if_the_start_of_one_fails(
-    number: int, when: str, error: BaseException, monkeypatch: pytest.MonkeyPatch
+def test_all_threads_end_if_the_start_of_one_is_interrupted(
+    number: int, when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """There are three threads that read, and one for digests. The first source is read when the start has failed, so
-    the threads that have been started wait for each other."""
+    """There are three threads that read, and one for digests. The first source is read after the interrupt, so the
+    threads that have been started wait for each other."""
     starts, start, failed = itertools.count(), Worker.start, threading.Event()
 
     def fail_once(worker: Worker) -> None:
@@ -198,13 +213,13 @@ def test_all_threads_end_if_the_start_of_one_fails(
             start(worker)
         if fails:
             failed.set()
-            raise error
+            raise KeyboardInterrupt
 
     def before(step: str, item: int) -> None:
         assert failed.wait(60)
 
     monkeypatch.setattr(Worker, "start", fail_once)
-    with pytest.raises(type(error)):
+    with pytest.raises(KeyboardInterrupt):
         Steps(before).run(9, 3, 4)
 
 

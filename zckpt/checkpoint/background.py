@@ -58,7 +58,7 @@ class Background:
         self._worker = Worker(self._run, "zckpt-background", daemon=False)
 
     def stand_by(self) -> None:
-        """Starts the thread, which waits for ``start``. Raises RuntimeError if the system cannot create a thread."""
+        """Starts the thread, which waits for ``start``. Raises ZckptError if the system cannot create a thread."""
         self._worker.start()
 
     def start(self) -> None:

@@ -195,7 +195,7 @@ class MovedStorages(Away):
         if file_ranges:
             self._stopped = Event()
             self._ahead = [Worker(partial(_read_ahead, file_ranges, self._stopped), "zckpt-read-ahead", daemon=True)]
-            with suppress(RuntimeError):  # the system allows no more threads
+            with suppress(ZckptError):  # the system allows no more threads
                 self._ahead[0].start()
 
     def _stop_reading_ahead(self) -> None:

@@ -116,7 +116,7 @@ def close_in_background(files: Iterable[ScratchFile]) -> None:
             file.close()
 
     worker = Worker(close, "zckpt-close")
-    with suppress(RuntimeError):  # If no thread can be started, each file is closed when the last reference to it goes.
+    with suppress(ZckptError):  # If no thread can be started, each file is closed when the last reference to it goes.
         worker.start()
         _closing.append(worker)
 

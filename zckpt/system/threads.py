@@ -10,6 +10,8 @@ import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from zckpt.errors import ZckptError
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
@@ -50,9 +52,22 @@ class Worker:
         return not self._ended and self._process != os.getpid()
 
     def start(self) -> None:
-        """Starts the thread. Raises RuntimeError if the system cannot start another thread. After this call, or after
-        an interrupt, call ``stop``."""
-        self._thread.start()
+        """Starts the thread. Raises ZckptError if the system cannot start another thread. After this call, or after an
+        interrupt, call ``stop``."""
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            raise ZckptError(
+                f"the system cannot start another thread ({self._thread.name}): {error}",
+                hint="allow more threads and processes (`ulimit -u`, or pids.max of a container), or free memory",
+            ) from error
+
+    def start_or_run(self) -> None:
+        """Starts the thread. If the system cannot start another one, calls the function in this thread."""
+        try:
+            self.start()
+        except ZckptError:
+            self._run()
 
     def wait(self, timeout: float | None = None) -> bool:
         """Waits until the function has ended, or for ``timeout`` seconds. Returns whether it has ended. May be called
@@ -109,11 +124,11 @@ class Watcher:
         self._worker = Worker(function, name, daemon=True)
 
     def start(self) -> None:
-        """Starts the thread. Raises RuntimeError if the system cannot start another thread."""
+        """Starts the thread. Raises ZckptError if the system cannot start another thread."""
         _watchers.add(self)  # before an interrupt can come that leaves the thread running
         try:
             self._worker.start()
-        except RuntimeError:
+        except ZckptError:
             _watchers.discard(self)
             raise
 
@@ -158,9 +173,10 @@ def stop(workers: Iterable[Worker]) -> None:
 
 @contextmanager
 def beside(action: Callable[[], None], name: str) -> Iterator[Callable[[], None]]:
-    """Returns a context whose value is a function that starts a thread of this ``name``, which calls ``action``. The
-    code in the context has to call this function exactly once, in any thread, unless it raises an error. The thread has
-    ended at the end of the context. An error of ``action`` is raised then, unless the context itself has raised an
+    """Returns a context whose value is a function that starts a thread of this ``name``, which calls ``action``. If the
+    system cannot start another thread, the function itself calls ``action``. The code in the context has to call this
+    function exactly once, in any thread, unless it raises an error. The thread has ended at the end of the context. An
+    error of ``action`` is raised then, unless the context itself has raised an
     error."""
     errors: list[BaseException] = []
 
@@ -175,7 +191,7 @@ def beside(action: Callable[[], None], name: str) -> Iterator[Callable[[], None]
 
     def start() -> None:
         started.set()
-        worker.start()
+        worker.start_or_run()
 
     try:
         yield start

@@ -17,7 +17,8 @@ def run_tasks(
     tasks: Iterable[Callable[[], object]], threads: int, interrupted: Callable[[], None] = lambda: None
 ) -> None:
     """Runs tasks on up to ``threads`` worker threads, and returns once all of them have ended. Each worker that is free
-    takes the next task. Only one worker at a time takes a task from the iterable.
+    takes the next task. Only one worker at a time takes a task from the iterable. If the system cannot start as many
+    threads, this thread does tasks, too.
 
     ``interrupted`` is called if this thread is interrupted while it waits for the tasks, for instance by Ctrl-C. It
     should make long tasks end soon. Further interrupts do not shorten the wait, because the caller closes the files
@@ -47,7 +48,7 @@ def run_tasks(
     try:
         try:
             for worker in workers:
-                worker.start()
+                worker.start_or_run()
             for worker in workers:
                 worker.wait()
         except BaseException as error:  # raised below

@@ -23,12 +23,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import zckpt
+from tests.support.no_threads import no_further_threads
 from tests.support.states import PARTS, SHAPES, Written, fragment, same, same_all, write_state
 from zckpt.checkpoint.listing import contents as listing
 from zckpt.checkpoint.reading import loader as reading
 from zckpt.checkpoint.reading.checkpoint import loader_of
 from zckpt.plan import catalog, data_files
 from zckpt.plan.reads import plan_reads
+from zckpt.storage.local_reader import LocalReader
 from zckpt.testing.fragments import write_fragments
 from zckpt.transfer.budget import MIB
 
@@ -179,6 +181,22 @@ def test_reads_of_many_pieces_are_planned_some_tensors_at_a_time(tmp_path: Path)
         assert same_all(zckpt.open(tmp_path / "c").load(), expected)
     assert len(planned) == -(-len(expected) // 2)
     assert max(planned) == 2
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_a_load_needs_no_further_threads(written: Written, direct: bool) -> None:
+    with (
+        mock.patch.object(reading, "PLANNED_PIECES", 2 * WORLD_SIZE),
+        mock.patch.object(LocalReader, "is_cached", return_value=False),
+        no_further_threads(),
+    ):
+        assert same_all(zckpt.open(written.path, budget=zckpt.Budget(direct=direct)).load(), written.full)
+
+
+def test_a_write_that_can_start_no_thread_says_what_to_do(tmp_path: Path) -> None:
+    with no_further_threads(), pytest.raises(zckpt.ZckptError, match=r"cannot start another thread .*\n.*ulimit -u"):
+        zckpt.write_state_dict({"w": torch.ones(3)}, tmp_path / "c")
+    assert list(tmp_path.rglob("*")) == []
 
 
 def test_unknown_keys_read_nothing(checkpoint: zckpt.Checkpoint) -> None:

@@ -46,7 +46,7 @@ class Uploads:
         self._worker: Worker | None = None
 
     def expect(self, upload: Upload) -> None:
-        """Starts the thread, if it is not running, which then waits for this upload. Raises RuntimeError if the system
+        """Starts the thread, if it is not running, which then waits for this upload. Raises ZckptError if the system
         cannot create a thread."""
         with self._changed:
             if self._worker is None:
