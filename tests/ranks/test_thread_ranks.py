@@ -77,6 +77,28 @@ def test_forty_ranks_write_and_restore_bit_for_bit(tmp_path: Path) -> None:
     assert torch.equal(whole, checkpoint.load("master/matrix")["master/matrix"].reshape(-1))
 
 
+def test_threads_write_a_state_dict_with_empty_tensors(tmp_path: Path) -> None:
+    """Only rank 2 has one of the empty tensors. Each rank has a value of its own."""
+    path = tmp_path / "c"
+
+    def write_and_load(rank: int) -> list[float]:
+        shared = {"empty": torch.empty(0, 4), "one": torch.ones(1)}
+        own = {"of two": torch.empty(0)} if rank == 2 else {}
+        state = {**shared, **own, "own": torch.tensor([float(rank)])}
+        zckpt.write_state_dict(state, path, budget=ONE_THREAD, per_rank=["own"])
+        loaded = {"own": torch.zeros(1)}
+        zckpt.open(path, budget=ONE_THREAD).load_into(loaded)
+        return loaded["own"].tolist()
+
+    assert values(3, write_and_load)[0] == [[0.0], [1.0], [2.0]]
+    assert {key: tuple(info.shape) for key, info in zckpt.open(path).items()} == {
+        "param/empty": (0, 4),
+        "param/one": (1,),
+        "param/of two": (0,),
+        "buffer/own": (1,),
+    }
+
+
 def test_what_a_leaf_does_is_independent_of_the_number_of_ranks(tmp_path: Path) -> None:
     """Each rank has at most three children. The traffic is that of the messages, and of the files that are looked at.
     How often a rank uses the store of the job depends on the time that all of it takes."""

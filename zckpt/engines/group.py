@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from zckpt.ranks.job import job
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankGroup:
@@ -28,9 +30,11 @@ class RankGroup:
 def rank_group_of(handle: dist.ProcessGroup | None) -> RankGroup:
     """Returns the ranks of a process group. ``handle``: the process group, or None for all ranks of the job. Without a
     job of several ranks, there is only rank 0."""
-    if not dist.is_initialized():
+    own_job = job()
+    if own_job is None:
         return RankGroup(None, 0, (0,))
-    return RankGroup(handle, dist.get_rank(handle), ranks_of(handle))
+    ranks = own_job.members(handle)
+    return RankGroup(handle, ranks.index(own_job.rank), ranks)
 
 
 def ranks_of(handle: dist.ProcessGroup | None) -> tuple[int, ...]:
