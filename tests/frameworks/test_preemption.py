@@ -20,7 +20,7 @@ import pytest
 import torch.distributed as dist
 
 import zckpt
-from tests.support.cluster import held_port
+from tests.support.cluster import ROOT, held_port
 from tests.support.crashes import pids_of_ranks
 from tests.support.launches import SCRIPTS
 from tests.support.models import make_engine, train
@@ -389,6 +389,32 @@ def test_the_last_checkpoint_is_copied(tmp_path: Path) -> None:
         zckpt.on_preemption(ReferenceEngine(), copy_to="nowhere://run")
     assert preempted_and_copied(str(tmp_path)) == 128 + signal.SIGTERM
     assert zckpt.open(tmp_path / "far").step == 1
+
+
+TOO_LATE = """
+import os, signal, sys
+
+import zckpt
+from zckpt.testing import ReferenceEngine
+
+engine = ReferenceEngine()
+for how in ("cancel", "end"):
+    preemption = zckpt.on_preemption(engine)
+    engine.train(1)
+    os.kill(os.getpid(), signal.SIGTERM)
+    if how == "cancel":
+        preemption.cancel()
+    print(how, file=sys.stderr)
+"""
+SAID = "zckpt: after the signal 15, no last checkpoint was written: no step of the optimizer has ended since"
+
+
+def test_a_signal_after_the_last_step_is_not_lost_without_a_word(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", TOO_LATE]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    assert ended.stderr.splitlines() == [SAID, "cancel", "end", SAID]
+    assert os.listdir(tmp_path) == []
 
 
 # Under the launchers that users start

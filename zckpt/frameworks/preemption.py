@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import sys
@@ -50,7 +51,7 @@ class Preemption:
         try:
             self._ranks.together(lambda: self._begin(signals), "watch for signals")
         except BaseException:
-            self.cancel()
+            self._end_watch()
             raise
 
     def _begin(self, signals: Collection[int]) -> None:
@@ -65,7 +66,12 @@ class Preemption:
 
     def cancel(self) -> None:
         """Stops waiting for signals, and gives them back the handlers that they had before. No last checkpoint is
-        written any more. Every rank has to call this. It may be called several times."""
+        written any more. If a signal has come since the last step, rank 0 says so on stderr. Every rank has to call
+        this. It may be called several times."""
+        self._say_if_too_late()
+        self._end_watch()
+
+    def _end_watch(self) -> None:
         if self in _active:
             _active.remove(self)
         while self._undo:
@@ -106,7 +112,7 @@ class Preemption:
                     return
                 self._write()
             except BaseException:
-                self.cancel()
+                self._end_watch()
                 raise
         self._end()
 
@@ -144,15 +150,26 @@ class Preemption:
             return
         errors = [preemption._error for preemption in asked if preemption._error is not None]
         for preemption in asked:
-            preemption.cancel()
+            preemption._end_watch()
         if errors:
             raise errors[0]
         if any(preemption._exits for preemption in asked):
             sys.exit(128 + (self._last_step.reason or 0))
 
+    def _say_if_too_late(self) -> None:
+        is_waited_for = self in _active and self._process == os.getpid() and not self._is_done
+        if is_waited_for and self._last_step.reason is not None:
+            self._say("no last checkpoint was written: no step of the optimizer has ended since")
+
     def _say(self, what: str) -> None:
         if self._ranks.rank == 0:
             print(f"zckpt: after the signal {self._last_step.reason}, {what}", file=sys.stderr)
+
+
+@atexit.register
+def _say_which_signals_were_too_late() -> None:
+    for preemption in _active:
+        preemption._say_if_too_late()
 
 
 def on_preemption(
@@ -183,7 +200,8 @@ def on_preemption(
     running in the background, the last checkpoint is written after it. If the process is killed before the last
     checkpoint is committed, the checkpoint before it is complete, and the next write removes the remains. If a rank has
     died, ``engine.step()`` raises RankError after some seconds, and no checkpoint is written. If the write fails,
-    ``engine.step()`` raises its error.
+    ``engine.step()`` raises its error. If no step follows the signal, nothing is written, and the script goes on to its
+    end. Rank 0 then says so on stderr.
 
     Args:
         engine: the engine that ``deepspeed.initialize`` has returned. In a loop of your own, without DeepSpeed, the
