@@ -40,7 +40,7 @@ from zckpt.checkpoint.listing.other_formats import DCP
 from zckpt.checkpoint.open import open_loader
 from zckpt.checkpoint.reading.loader import ReadRequest
 from zckpt.checkpoint.reading.state_dict import PlainValues, own_rank, paths_of, tensors_by_name
-from zckpt.checkpoint.state_dict import write_contents
+from zckpt.checkpoint.state_dict import Options, write_contents
 from zckpt.checkpoint.writing.options import WriteOptions
 from zckpt.engines.shards import bounds_of
 from zckpt.engines.state_dict.flat import HeldLeaves, HeldTensor, held, values_in_order
@@ -51,6 +51,7 @@ from zckpt.errors import (
     MismatchError,
     StateError,
     UnsupportedError,
+    did_you_mean,
 )
 from zckpt.geometry import box_of, span_of
 from zckpt.progress import reported
@@ -68,7 +69,6 @@ if TYPE_CHECKING:
 
     from zckpt.checkpoint.background import PendingWrite
     from zckpt.checkpoint.reading.loader import Loader
-    from zckpt.checkpoint.state_dict import Options
     from zckpt.progress import Progress
     from zckpt.storage.location import StrPath
     from zckpt.transfer.budget import Budget
@@ -115,6 +115,12 @@ class Writer(StorageWriter, AsyncStager):
             options: the options of ``zckpt.write_state_dict``: step, latest, budget, progress, keep_last, keep_every,
                 reuse, node_local, ranks_per_file, copy_to, copy_keep_last and copy_keep_every.
         """
+        unknown = next((name for name in options if name not in Options.__annotations__), None)
+        if unknown is not None:
+            known = ["path", "process_group", "overwrite", "snapshot_bytes", "per_rank", *Options.__annotations__]
+            raise TypeError(
+                f"zckpt.dcp.Writer has no {unknown}{did_you_mean(unknown, known)}: it has {', '.join(known)}"
+            )
         self.path = path
         self._group = process_group
         self._snapshot_bytes = snapshot_bytes

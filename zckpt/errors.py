@@ -33,10 +33,11 @@ import errno
 import re
 import sys
 import warnings
+from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
 
 class ZckptError(Exception):
@@ -228,6 +229,12 @@ def first_few(things: Sequence[object], count: int, rest: str = " and {} more") 
     return ", ".join(printable(str(thing)) for thing in things[:count]) + (
         rest.format(len(things) - count) if len(things) > count else ""
     )
+
+
+def did_you_mean(given: str, accepted: Iterable[str]) -> str:
+    """Returns a question for the end of a message about a wrong name. It is empty if no accepted name is similar."""
+    similar = get_close_matches(given, [*accepted], 1)
+    return f" (did you mean {similar[0]!r}?)" if similar else ""
 
 
 OPEN_FILES_HINT = (

@@ -98,7 +98,10 @@ def _all_of(shape: tuple[int, ...]) -> Span:
     return Span(Grid(shape), 0, math.prod(shape))
 
 
-def slice_of(shape: Sequence[int], index: Sequence[slice]) -> tuple[tuple[int, ...], Span]:
+_SLICES = "pass a slice, or a tuple of slices for the first dimensions, such as (slice(0, 2), slice(None))"
+
+
+def slice_of(shape: Sequence[int], index: Sequence[object]) -> tuple[tuple[int, ...], Span]:
     """Returns the shape and the elements of ``tensor[index]``, where the tensor has the given shape. ``index`` has at
     most one slice for each dimension, with the step 1.
 
@@ -106,14 +109,18 @@ def slice_of(shape: Sequence[int], index: Sequence[slice]) -> tuple[tuple[int, .
     a slice.
     """
     if len(index) > len(shape):
-        raise MismatchError(f"{len(index)} slices for a tensor of shape {list(shape)}")
+        raise MismatchError(f"{len(index)} slices for a tensor of shape {list(shape)}", hint=_SLICES)
     bounds = []
     for size, item in zip(shape, (*index, *[slice(None)] * (len(shape) - len(index))), strict=True):
         if not isinstance(item, slice):
-            raise MismatchError(f"{item!r} is not a slice")
+            alone = f"slice({item}, {item + 1 or None}) has index {item} alone; " if isinstance(item, int) else ""
+            raise MismatchError(f"{item!r} is not a slice", hint=alone + _SLICES)
         start, stop, step = item.indices(size)
         if step != 1:
-            raise MismatchError(f"a slice of step {step}; only step 1 can be read")
+            raise MismatchError(
+                f"a slice of step {step}; only step 1 can be read",
+                hint="read the range with step 1, and index the result",
+            )
         bounds.append((start, max(stop - start, 0)))
     return tuple(size for _, size in bounds), span_of(shape, bounds)
 

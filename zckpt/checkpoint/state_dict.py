@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 import msgpack
 
 from zckpt.checkpoint.background import wait_for
-from zckpt.checkpoint.write import write_engine
+from zckpt.checkpoint.write import CommonOptions, write_engine
 from zckpt.checkpoint.writing.collect import fingerprint
 from zckpt.checkpoint.writing.options import WriteOptions
 from zckpt.engines.history import history_of
@@ -39,15 +39,15 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from zckpt.checkpoint.background import PendingWrite
-    from zckpt.checkpoint.write import CommonOptions
     from zckpt.progress import Progress
     from zckpt.storage.location import StrPath
     from zckpt.transfer.budget import Budget
 
-    class Options(CommonOptions, total=False):
-        """The arguments that ``zckpt.dcp.Writer`` has, too."""
 
-        step: int
+class Options(CommonOptions, total=False):
+    """The arguments that ``zckpt.dcp.Writer`` has, too."""
+
+    step: int
 
 
 @overload

@@ -36,33 +36,36 @@ if TYPE_CHECKING:
     from zckpt.storage.space import Space
     from zckpt.transfer.budget import Budget
 
-    class CommonOptions(TypedDict, total=False):
-        """The arguments that ``zckpt.write_state_dict`` and ``zckpt.dcp.Writer`` have, too."""
 
-        latest: bool
-        budget: Budget | None
-        progress: Progress | None
-        keep_last: int | None
-        keep_every: int | None
-        reuse: StrPath | None
-        node_local: bool
-        ranks_per_file: int
-        copy_to: StrPath | None
-        copy_keep_last: int | None
-        copy_keep_every: int | None
+class CommonOptions(TypedDict, total=False):
+    """The arguments that ``zckpt.write_state_dict`` and ``zckpt.dcp.Writer`` have, too."""
 
-    class _Options(CommonOptions, total=False):
-        step: int | None
-        parts: Collection[str] | None
-        exclude: Collection[str]
-        client_state: Mapping[str, Any] | None
-        rank_state: Mapping[str, Any] | None
-        overwrite: bool
-        pending_gradients: Literal["refuse", "drop"]
+    latest: bool
+    budget: Budget | None
+    progress: Progress | None
+    keep_last: int | None
+    keep_every: int | None
+    reuse: StrPath | None
+    node_local: bool
+    ranks_per_file: int
+    copy_to: StrPath | None
+    copy_keep_last: int | None
+    copy_keep_every: int | None
 
-    class _BackgroundOptions(_Options, total=False):
-        snapshot: Literal["copy", "lazy"]
-        snapshot_bytes: int | None
+
+class _Options(CommonOptions, total=False):
+    step: int | None
+    parts: Collection[str] | None
+    exclude: Collection[str]
+    client_state: Mapping[str, Any] | None
+    rank_state: Mapping[str, Any] | None
+    overwrite: bool
+    pending_gradients: Literal["refuse", "drop"]
+
+
+class _BackgroundOptions(_Options, total=False):
+    snapshot: Literal["copy", "lazy"]
+    snapshot_bytes: int | None
 
 
 @overload

@@ -2,6 +2,7 @@
 
 import torch
 
+from zckpt.errors import did_you_mean
 from zckpt.format.dtypes import TORCH_NAMES
 
 TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, attribute) for name, attribute in TORCH_NAMES.items()}
@@ -22,6 +23,12 @@ def dtype_of(dtype_or_name: torch.dtype | str | None) -> torch.dtype | None:
     dtypes_by_name = {torch_name(dtype): dtype for dtype in DTYPE_NAMES} | SHORT_NAMES
     named_dtype = dtypes_by_name.get(str(dtype_or_name).removeprefix("torch."))
     if named_dtype is None or not isinstance(dtype_or_name, (str, torch.dtype)):
-        dtype_names = ", ".join(map(torch_name, DTYPE_NAMES))
-        raise ValueError(f"dtype must be one of {dtype_names}, got {dtype_or_name!r}")
+        # The name of a type, such as float or numpy.float16, and what torch has other names of, such as torch.half.
+        given = str(getattr(dtype_or_name, "__name__", dtype_or_name)).removeprefix("torch.").lower()
+        meant = getattr(torch, given, None)
+        meant_name = torch_name(meant) if meant in DTYPE_NAMES else given
+        raise ValueError(
+            f"dtype must be one of {', '.join(dtypes_by_name)}, or one of torch's dtypes with these names, got "
+            f"{dtype_or_name!r}{did_you_mean(meant_name, dtypes_by_name)}"
+        )
     return named_dtype

@@ -262,6 +262,9 @@ def test_a_slice_reads_the_blocks_that_it_touches(tmp_path: Path) -> None:
         assert checkpoint.io.data_bytes == nbytes
     with pytest.raises(zckpt.MismatchError):
         checkpoint.load_slice("master/w", slice(0, 10, 2))
+    for index, hint in ((-1, r"slice\(-1, None\) has index -1 alone; pass a slice"), (..., "or a tuple of slices")):
+        with pytest.raises(zckpt.MismatchError, match=rf"is not a slice\n.*{hint}"):
+            checkpoint.load_slice("master/w", index)  # type: ignore[arg-type]
 
 
 def test_load_pieces_gives_what_each_rank_has_written(written: Written, checkpoint: zckpt.Checkpoint) -> None:

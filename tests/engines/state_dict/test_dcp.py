@@ -166,6 +166,15 @@ def test_one_writer_writes_several_checkpoints(tmp_path: Path) -> None:
         dcp.save({"w": WEIGHT}, storage_writer=zckpt.dcp.Writer())
 
 
+def test_a_writer_names_the_arguments_that_it_has() -> None:
+    for wrong, meant in (("keep_lsat", "keep_last"), ("process_groups", "process_group"), ("single_file_per_rank", "")):
+        question = rf" \(did you mean '{meant}'\?\)" if meant else ""
+        with pytest.raises(TypeError, match=f"Writer has no {wrong}{question}: it has path, .*, step$"):
+            zckpt.dcp.Writer("c", **{wrong: 1})  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="Writer has no background"):  # ``write_state_dict`` has it.
+        zckpt.dcp.Writer("c", background=True)  # type: ignore[call-arg]
+
+
 def test_the_checkpoint_of_an_engine_is_read_by_dcp(cluster: Cluster, tmp_path: Path) -> None:
     path = str(tmp_path / "c")
     written, *_ = cluster.run(write_engine, 2, path)

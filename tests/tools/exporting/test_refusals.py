@@ -6,6 +6,7 @@ import json
 import os
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -78,7 +79,10 @@ def test_without_transformers(tmp_path: Path, model: Path, monkeypatch: pytest.M
 
 def test_wrong_arguments(tmp_path: Path, model: Path) -> None:
     assert_refused(tmp_path, ValueError, "format must be one of hf, pt", format="onnx")
-    assert_refused(tmp_path, ValueError, "dtype must be one of", dtype="float7")
+    for wrong, meant in (("float7", "float"), ("half", "float16"), ("BF16", "bf16"), (np.float32, "float32")):
+        match = f"dtype must be one of .*, fp16, fp32, .* got .*did you mean '{meant}"
+        assert_refused(tmp_path, ValueError, match, dtype=wrong)
+    assert_refused(tmp_path, ValueError, "floating point dtype, such as 'bf16', got 'int8'", dtype="int8")
     assert_refused(tmp_path, ValueError, "a size must be", max_shard_size="5 gigs")
     assert_refused(tmp_path, ValueError, "only with format 'hf'", format="pt", config=model)
     with pytest.raises(ValueError, match="format='pt'"):

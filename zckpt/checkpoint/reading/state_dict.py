@@ -186,6 +186,8 @@ def check_fits(name: str, info: TensorInfo, tensor: torch.Tensor) -> None:
 
 
 def _why_missing(name: str, leaf: Leaf, infos: Collection[str], values: Collection[str]) -> str:
+    if hasattr(leaf.value, "state_dict"):
+        return f"{name} is a {type(leaf.value).__name__} here: have its state_dict() there instead"
     kinds = "a tensor", "a plain value"
     here, there = kinds if leaf.is_tensor else reversed(kinds)
     is_there = name in infos or name in values

@@ -49,11 +49,13 @@ class Leaf(NamedTuple):
         return isinstance(self.value, torch.Tensor)
 
 
-def leaves_of(state_dict: Mapping[Any, Any]) -> dict[str, Leaf]:
+def leaves_of(state_dict: object) -> dict[str, Leaf]:
     """Returns the leaves of a state dict by name. Raises TypeError if it is not a map, and StateError if two leaves
     have the same name."""
     if not isinstance(state_dict, Mapping):
-        raise TypeError(f"a state dict is a dict of tensors and plain values by name, got {type(state_dict).__name__}")
+        own = "; pass its state_dict()" if hasattr(state_dict, "state_dict") else ""
+        kind = type(state_dict).__name__
+        raise TypeError(f"a state dict is a dict of tensors and plain values by name, got {kind}{own}")
     leaves: dict[str, Leaf] = {}
     for leaf in _leaves(state_dict, (), frozenset()):
         name = name_of(leaf.path)
