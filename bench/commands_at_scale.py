@@ -97,7 +97,7 @@ def write(path: Path, state: State, seed: int) -> int:
         rank_writer = rank_write(path, save_id, state, rank, metadata)
         rank_records.append(catalog.rank_record(rank, rank_writer.data_files))
         digests.append(rank_writer.write_data_files(Snapshot()))
-    first_writer.describe(rank_records)
+    first_writer.make_manifest(rank_records)
     first_writer.commit(digests)
     return sum(len(record.piece_columns[file.columns_id]) for record in rank_records for file in record.files)
 

@@ -210,7 +210,7 @@ def write_checkpoint(
     else:
         written = write_all(str(path), save_id)
     rank_records, digests = zip(*written, strict=True)
-    first_writer.describe(catalog.unpack(rank_records))
+    first_writer.make_manifest(catalog.unpack(rank_records))
     first_writer.commit(digests)
 
 

@@ -154,7 +154,7 @@ def fail_once(run: str) -> None:
     train(engine, 1)
     with mock.patch.object(RankWrite, "prepare_commit", side_effect=zckpt.StorageError("no commit")):
         engine.save_checkpoint(run)
-        background.settle()
+        background.wait_until_all_ended()
     with pytest.raises(zckpt.StorageError, match="no commit"):
         engine.save_checkpoint(run)
     train(engine, 1)

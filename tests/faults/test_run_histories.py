@@ -97,7 +97,7 @@ class Run(RuleBasedStateMachine):
         place, metadata = (self.path / tag, secrets.token_hex(8)), catalog.SaveMetadata(99, 4096, {}, b"\xc0", {})
         writes = [rank_write(*place, halves, rank, metadata, WriteOptions(overwrite=True)) for rank in range(2)]
         first = writes[0]
-        first.describe([catalog.rank_record(write.rank, write.data_files) for write in writes])
+        first.make_manifest([catalog.rank_record(write.rank, write.data_files) for write in writes])
         first.begin(Unlocked(first.store))
         digests = [write.write_data_files(Snapshot()) for write in writes[:ranks]]
         if committed and ranks == 1:

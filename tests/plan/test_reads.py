@@ -23,7 +23,7 @@ from zckpt.format.names import Tier
 from zckpt.geometry import Grid, Span, all_of, slice_of
 from zckpt.plan import reads
 from zckpt.plan.reads import Ranges, StridedCopy, TargetPlaces, joined_copies, plan_reads
-from zckpt.plan.reshard import PieceRanges, StoredPieces, Wanted, choose_copies, piece_ranges
+from zckpt.plan.reshard import PieceRanges, RequestedSpan, StoredPieces, choose_copies, piece_ranges
 
 FILES = 3
 KIB = 1 << 10
@@ -119,7 +119,7 @@ def found(requests: Requests) -> PieceRanges:
         for piece, file in zip(stored.pieces, stored.files, strict=True)
     ]
     pieces = StoredPieces(*np.array(columns, np.int64).reshape(-1, 6).T)
-    wanted = [Wanted(number, *part) for number, (_, parts) in enumerate(requests) for part in parts]
+    wanted = [RequestedSpan(number, *part) for number, (_, parts) in enumerate(requests) for part in parts]
     orders = [stored.grid or Grid((1 << 40,)) for stored, _ in requests]
     return piece_ranges(pieces, orders, wanted, [stored.item for stored, _ in requests])
 

@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.grids import order_of, random_grid
 from zckpt.geometry import Grid, Span, all_of
-from zckpt.plan.reshard import StoredPieces, Wanted
+from zckpt.plan.reshard import RequestedSpan, StoredPieces
 from zckpt.tools.exporting.exchange import Messages, SlicedFiles, plan_exchange
 
 SLICE_BYTES = 64
@@ -75,7 +75,7 @@ def test_a_large_model_that_is_cut_in_its_columns_is_planned_in_bounded_memory()
     grid = Grid(shape, ((), tuple(((rank * width, width),) for rank in range(ranks))))
     rows = [(w, *grid.box(rank)[1:], rank, w, 0) for w in range(count) for rank in range(ranks)]
     slices = SlicedFiles(16 << 20, (grid.numel * item_bytes,) * count, tuple(w % ranks for w in range(count)))
-    wanted = [Wanted(w, all_of(shape), start // item_bytes) for w, start in enumerate(slices.starts)]
+    wanted = [RequestedSpan(w, all_of(shape), start // item_bytes) for w, start in enumerate(slices.starts)]
     tracemalloc.start()
     try:
         exchange = plan_exchange(
@@ -127,7 +127,7 @@ def _held(
 
 def _files(
     random: np.random.Generator, tensors: list[_Tensor], ranks: int
-) -> tuple[list[np.ndarray], list[Wanted], SlicedFiles]:
+) -> tuple[list[np.ndarray], list[RequestedSpan], SlicedFiles]:
     """Makes files of runs of elements in row-major order, with gaps between them. Some elements are in several files,
     others in none. Returns the files, the elements that they are made of, and the slices of the files."""
     runs = []
@@ -150,6 +150,6 @@ def _files(
         values[order_of(grid)] = in_order
         files[number][at : at + values[start:stop].nbytes] = values[start:stop].view(np.uint8)
         wanted.append(
-            Wanted(tensor, Span(Grid(grid.shape), start, stop), (slices.starts[number] + at) // values.itemsize)
+            RequestedSpan(tensor, Span(Grid(grid.shape), start, stop), (slices.starts[number] + at) // values.itemsize)
         )
     return files, wanted, slices

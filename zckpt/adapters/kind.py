@@ -122,7 +122,7 @@ class Kind:
             for attribute in attributes:
                 yield from holdings(part, attribute, getattr(self._wrapper, attribute, None))
 
-    def settle(self) -> None:
+    def wait_for_swaps(self) -> None:
         """Waits until everything that is being read from files or written to files has been read or written."""
 
     def after_write(self) -> None:

@@ -113,7 +113,7 @@ class ModuleAdapter(EngineAdapter):
         unknown = sorted(set(parts or ()) - set(available))
         if unknown:
             raise ValueError(f"the engine has no part {', '.join(unknown)}; it has {', '.join(available)}")
-        self.kind.settle()
+        self.kind.wait_for_swaps()
         buffers = self._all_buffers  # first, because a state_dict() may give weights other memory
         fragments: list[Fragment] = []
         for part in available:

@@ -106,7 +106,7 @@ class Background:
             self._seen = True
             raise self.error
 
-    def settle(self) -> None:
+    def wait_until_ended(self) -> None:
         """Waits until the work has ended, with or without an error. Raises nothing except KeyboardInterrupt."""
         self._worker.wait()
 
@@ -155,7 +155,7 @@ class Background:
     def _leave_engine(self) -> None:
         """Waits until the work neither reads nor changes the engine's state any more. Raises nothing except
         KeyboardInterrupt."""
-        self.settle()
+        self.wait_until_ended()
 
     @contextmanager
     def _giving_up(self) -> Iterator[None]:
@@ -271,17 +271,17 @@ def wait_for(ranks: Ranks) -> None:
 def _wait_together(pending: Background) -> None:
     ranks = pending._ranks.foreground("zckpt.wait")
     with ranks.undivided():
-        ranks.together(pending.settle, "wait for what goes on in the background")
+        ranks.together(pending.wait_until_ended, "wait for what goes on in the background")
         # ``together`` raises on all ranks or on none, so all of them get here or none does.
         del _pending[pending._ranks.members]
         ranks.together(pending.finish, "finish what goes on in the background")
 
 
-def settle() -> None:
+def wait_until_all_ended() -> None:
     """Waits until all work of this rank in the background has ended, with or without an error. Unlike ``wait``, a
     single rank may call it. Raises nothing except KeyboardInterrupt."""
     for pending in list(_pending.values()):
-        pending.settle()
+        pending.wait_until_ended()
 
 
 def after_commit(action: Callable[[], None], ranks: Ranks | None = None) -> None:
@@ -295,7 +295,7 @@ def after_commit(action: Callable[[], None], ranks: Ranks | None = None) -> None
 
 
 _is_ending = False
-"""Whether the process is ending, so that Python has called ``_settle_before_the_end`` already, or never calls it."""
+"""Whether the process is ending, so that Python has called ``_wait_before_the_end`` already, or never calls it."""
 
 
 def is_ending() -> bool:
@@ -304,7 +304,7 @@ def is_ending() -> bool:
     return _is_ending
 
 
-def _settle_before_the_end() -> None:
+def _wait_before_the_end() -> None:
     """Waits for the work in the background when the process is about to end. Ctrl-C gives this work up, and then ends
     the process as it ends other programs. A second Ctrl-C does not wait."""
     global _is_ending
@@ -325,8 +325,8 @@ def _settle_before_the_end() -> None:
     takes_interrupts = works and signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if takes_interrupts:
         signal.signal(signal.SIGINT, interrupt)
-    settle()
-    queue.settle()
+    wait_until_all_ended()
+    queue.wait_until_all_ended()
     if interrupted:
         atexit._run_exitfuncs()
         for stream in (sys.stdout, sys.stderr):
@@ -338,14 +338,14 @@ def _settle_before_the_end() -> None:
 
 try:
     # Python calls this before it waits for threads. It does not expect Ctrl-C while it waits.
-    threading._register_atexit(_settle_before_the_end)  # type: ignore[attr-defined]
+    threading._register_atexit(_wait_before_the_end)  # type: ignore[attr-defined]
 except RuntimeError:
     _is_ending = True
 
 
 @atexit.register
 def _report() -> None:
-    settle()  # in case that a signal handler of the program has ended the first wait by an error
+    wait_until_all_ended()  # in case that a signal handler of the program has ended the first wait by an error
     for pending in _pending.values():
         pending._report()
 

@@ -288,7 +288,7 @@ def restore_engine(engine: object, path: Place, request: Request) -> tuple[Resto
             errors.append(error)
         ranks.together(lambda: _raise_first(errors), "restore")
         if out is not None:
-            out.settled((), {})  # The lost states were restored.
+            out.note_on_disk((), {})  # The lost states were restored.
         ranks.together(lambda: _load_registered(engine, plan, request, ranks), "load what is registered")
     match = plan.match
     sources, converted = (

@@ -310,7 +310,7 @@ def write_engine(
                 _give_up(write, upload)
             raise
         if is_ending():
-            queue.settle()
+            queue.wait_until_all_ended()
         offloaded = away(engine)
         # ``after_write`` may gather parameters, which have to be in memory.
         if offloaded is None or PARAM not in offloaded.parts:

@@ -43,7 +43,7 @@ class Away(ABC):
         these is lost, and the errors of ``zckpt.reload``."""
 
     @abstractmethod
-    def settled(self, parts: Iterable[str], lost: Mapping[str, str]) -> None:
+    def note_on_disk(self, parts: Iterable[str], lost: Mapping[str, str]) -> None:
         """Notes, on all ranks, which parts are on disk and which keys are lost. If there are none, the engine can be
         used again without restrictions."""
 

@@ -128,7 +128,7 @@ def _wrapped(original: Callable[..., Any], replacement: Callable[..., Any]) -> C
 
 
 def _get_last_checkpoint(original: Callable[..., str | None], folder: str) -> str | None:
-    background.settle()
+    background.wait_until_all_ended()
     return None if original(folder) is None else last_checkpoint(folder)
 
 
@@ -198,7 +198,7 @@ def _sort_checkpoints(
     ``save_total_limit=1``, Trainer removes all of these checkpoints but the best one. If training cannot resume from
     the best one, the newest checkpoint from which it can resume is left out here, so that Trainer keeps it."""
     if best_model_checkpoint is not None:
-        background.settle()
+        background.wait_until_all_ended()
     folders = original(output_dir, checkpoint_prefix, use_mtime, best_model_checkpoint)
     if best_model_checkpoint is None or kind_of(best_model_checkpoint) in RESUMABLE:
         return folders

@@ -141,7 +141,7 @@ class MovedStorages(Away):
         )
         setattr(engine, AWAY, self)
 
-    def settled(self, parts: Iterable[str], lost: Mapping[str, str]) -> None:
+    def note_on_disk(self, parts: Iterable[str], lost: Mapping[str, str]) -> None:
         self.parts, self.lost = frozenset(parts), dict(lost)
         if not self.parts and not self.lost:
             self._undo()

@@ -270,7 +270,7 @@ def bring_back_to_restore(
             hint="restore all parts that were lost, in full: restore(engine, path)",
         )
     ranks.together(out.replace_lost, "bring the state back")
-    out.settled((), out.lost)
+    out.note_on_disk((), out.lost)
 
 
 def _is_kept(key: str, kept: Collection[str]) -> bool:
@@ -312,7 +312,7 @@ class _RankOffload:
         out = away_of(self._engine) or MovedStorages(self._engine, self._adapter.uses())
         if pending is not None:
             pending.stand_by()
-            out.wait = pending.settle
+            out.wait = pending.wait_until_ended
 
     def write(self, snapshot: Snapshot, *, background: bool) -> None:
         wait_for_closing()
@@ -361,7 +361,7 @@ class _RankOffload:
             detached = [moved for moved in self._moved if moved.memory is not None]
             if detached:
                 out.attach(detached)
-            out.settled(out.parts, out.lost)
+            out.note_on_disk(out.parts, out.lost)
 
 
 class _RankReload:
@@ -395,7 +395,7 @@ class _RankReload:
 
         left, self._lost = ranks.decide(bring, of_all, "reload")
         lost = {key: reason for key, reason in self._out.lost.items() if key.partition("/")[0] not in self.parts}
-        self._out.settled(left, lost | {key: reason for key, (_, reason) in self._lost.items()})
+        self._out.note_on_disk(left, lost | {key: reason for key, (_, reason) in self._lost.items()})
 
     def check(self, ranks: Ranks) -> None:
         """Raises an error on every rank if any rank could not bring something back. It is the rank's own error, or a

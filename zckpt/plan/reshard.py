@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from zckpt.geometry import Grid, Ints
 
 
-class Wanted(NamedTuple):
+class RequestedSpan(NamedTuple):
     """Elements that are read for a request. They go to the target of the request, from its element ``target_start`` on,
     in the order of the span."""
 
@@ -155,7 +155,7 @@ def choose_copies(row: Ints, copy: Ints, holder: Ints, rank: int | None) -> Ints
 
 
 def piece_ranges(
-    stored: StoredPieces, grids: Sequence[Grid], wanted: Iterable[Wanted], item_bytes: Sequence[int] | Ints
+    stored: StoredPieces, grids: Sequence[Grid], wanted: Iterable[RequestedSpan], item_bytes: Sequence[int] | Ints
 ) -> PieceRanges:
     """Finds where the elements that are ``wanted`` are stored. ``grids`` has the grid of the tensor of each request, in
     whose order the tensor is stored, and ``item_bytes`` the size in bytes of an element of each request."""
@@ -184,7 +184,7 @@ def piece_ranges(
     )
 
 
-def _in_order_of(grids: Sequence[Grid], wanted: Iterable[Wanted]) -> tuple[Ints, Spaced, Ints, Ints]:
+def _in_order_of(grids: Sequence[Grid], wanted: Iterable[RequestedSpan]) -> tuple[Ints, Spaced, Ints, Ints]:
     """Returns the elements that are ``wanted``, in the order in which they are stored, as rows of equally spaced runs:
     the request of each row, its runs, the element of the target to which its first run goes, and the number of elements
     from there to the place of the next run."""

@@ -63,7 +63,7 @@ def write_fragments(
     save_id, options = save_id or secrets.token_hex(8), WriteOptions(overwrite=overwrite, latest=latest)
     writes = [rank_write(path, save_id, ranks, rank, metadata, options) for rank in range(len(ranks))]
     first = writes[0]
-    first.describe([catalog.rank_record(write.rank, write.data_files) for write in writes])
+    first.make_manifest([catalog.rank_record(write.rank, write.data_files) for write in writes])
     first.begin(Unlocked(first.store))
     first.commit([write.write_data_files(Snapshot()) for write in writes])
     return save_id

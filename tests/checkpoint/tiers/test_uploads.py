@@ -88,7 +88,7 @@ def test_a_copy_keeps_no_state_of_the_engine_in_memory(tmp_path: Path) -> None:
     with held("far") as go_on:
         write(engine, tmp_path, background=True)
         wait_until((tmp_path / "near" / "latest").exists)
-        background.settle()
+        background.wait_until_all_ended()
         del engine
         gc.collect()
         assert there() is None

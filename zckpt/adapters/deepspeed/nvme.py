@@ -28,7 +28,7 @@ class OptimizerFiles:
     def __init__(self, wrapper: Any) -> None:
         self._wrapper = wrapper
 
-    def settle(self) -> None:
+    def wait_for_swaps(self) -> None:
         """Waits until everything that is being written has been written, and gives back the buffers that were used for
         it. No gradients are lost."""
         swapper = self._wrapper.optimizer_swapper
@@ -86,14 +86,14 @@ class OptimizerFiles:
             wrapper._release_swap_buffers(sub_group)
             raise
         finally:
-            self.settle()
+            self.wait_for_swaps()
 
 
 class ParameterFiles:
     """The files of the parameter swapper, which a partitioned parameter may have. The class keeps no state."""
 
     @staticmethod
-    def settle(parameter: Any) -> None:
+    def wait_for_swaps(parameter: Any) -> None:
         """Waits until everything that is being read or written has been read or written."""
         swapper = getattr(parameter, "nvme_swapper", None)
         if swapper is not None:

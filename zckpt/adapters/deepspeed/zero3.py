@@ -71,9 +71,9 @@ class Partitioned(Kind):
             else:
                 yield Holding(PARAM, name, file, parameter.dtype)
 
-    def settle(self) -> None:
+    def wait_for_swaps(self) -> None:
         for parameter in self._parameters.values():
-            ParameterFiles.settle(parameter)
+            ParameterFiles.wait_for_swaps(parameter)
 
     def before_restore(self) -> None:
         # After this, no parameter is gathered any more, so only the partitions hold weights.
@@ -83,7 +83,7 @@ class Partitioned(Kind):
             # invalidate_secondary_tensor() leaves those of frozen parameters.
             if getattr(parameter, "ds_secondary_tensor", None) is not None:
                 parameter.ds_secondary_tensor = None
-        self.settle()
+        self.wait_for_swaps()
 
     @contextmanager
     def weight_in_memory(self, name: str) -> Iterator[torch.Tensor]:
@@ -165,9 +165,9 @@ class Zero3(Partitioned):
         for flat in self.flats:
             yield from self._files.gradients(self._numbers[flat])
 
-    def settle(self) -> None:
-        self._files.settle()
-        super().settle()
+    def wait_for_swaps(self) -> None:
+        self._files.wait_for_swaps()
+        super().wait_for_swaps()
 
     def after_write(self) -> None:
         if not self._weights_moved:  # Weights that offload_states() has moved cannot be gathered.

@@ -88,7 +88,7 @@ class Copy:
         ``RankWrite.begin``."""
         refuse_place(self.target, self.latest_in or self.target.parent, latest=self.latest_in is not None)
         first = self._rank_write(0, (), None)
-        self.copied.describe(first, records)
+        self.copied.tell(first, records)
         if self.shared_with is not None and self.target.may_share(self.shared_with):
             first.data_bytes -= sum(self.copied.contents.manifest.files.nbytes)
         self._first = first

@@ -67,10 +67,10 @@ class Copied:
         return Copied(contents, raw, contents.all_rows, file_bytes, manifest.state)
 
     def records(self, ranks: Iterable[int], save_id: str) -> list[bytes]:
-        """Returns what ``describe`` needs of the process that writes the digest tables of these ranks."""
+        """Returns what ``tell`` needs of the process that writes the digest tables of these ranks."""
         return []
 
-    def describe(self, first: RankWrite, records: Sequence[bytes]) -> None:
+    def tell(self, first: RankWrite, records: Sequence[bytes]) -> None:
         """Tells the process that commits what all processes write. ``records``: the results of ``records`` of all."""
         first.data_bytes = sum(self.contents.manifest.files.nbytes) + self.contents.manifest.index_bytes
 

@@ -20,7 +20,7 @@ from zckpt.geometry import Span, all_of, same_order
 from zckpt.orders import row_count
 from zckpt.plan.inventory import BUFFER, MASTER, PARAM, STATE
 from zckpt.plan.reads import SPACED_GAP_BYTES, plan_reads
-from zckpt.plan.reshard import Wanted, piece_ranges
+from zckpt.plan.reshard import RequestedSpan, piece_ranges
 from zckpt.system.collector import without_collector
 from zckpt.system.threads import beside
 from zckpt.transfer.budget import Budget, budget_or_default, flag
@@ -311,7 +311,7 @@ class Loader:
         stored_ranges = piece_ranges(
             self.contents.stored(tensors, wanted.copies, rank),
             tensors.grids,
-            map(Wanted, itertools.count(), wanted.spans),
+            map(RequestedSpan, itertools.count(), wanted.spans),
             tensors.item_bytes,
         )
         keys = tensors.keys

@@ -80,7 +80,7 @@ class Uploads:
     def is_idle(self) -> bool:
         return self._worker is None
 
-    def settle(self) -> None:
+    def wait_until_ended(self) -> None:
         """Waits until no upload is expected or under way. Raises nothing except KeyboardInterrupt."""
         while (worker := self._worker) is not None:
             worker.wait()
@@ -97,7 +97,7 @@ class Uploads:
         assert self.ranks is not None, "it was made by ``uploads_of``"
         ranks = self.ranks.foreground("zckpt.wait")
         with ranks.undivided():
-            ranks.together(self.settle, "wait for the copies")
+            ranks.together(self.wait_until_ended, "wait for the copies")
             ranks.together(self._raise, "finish the copies")
 
     def _raise(self) -> None:
@@ -227,11 +227,11 @@ def all_uploads() -> list[Uploads]:
     return [*_all.values()]
 
 
-def settle() -> None:
+def wait_until_all_ended() -> None:
     """Waits for the end of all uploads, with or without an error. Unlike ``Uploads.finish``, a single rank may call
     it."""
     for uploads in all_uploads():
-        uploads.settle()
+        uploads.wait_until_ended()
 
 
 def needed_sources() -> dict[str, Location]:

@@ -66,7 +66,7 @@ class RankWrite:
     """One rank's part in a write. ``begin`` is called on rank 0, then ``write_data_files`` on every rank. Then the
     ranks call ``check_files`` for each other's files, and rank 0 commits in three steps: ``prepare_commit``,
     ``commit_prepared`` and ``finish``. Each step begins after all ranks have done the step before. A copy and a
-    conversion call ``describe`` first, and in the end ``commit``, which checks all files and does the three steps.
+    conversion call ``make_manifest`` first, and in the end ``commit``, which checks all files and does the three steps.
     After the commit, the lock is released. After a failure on any rank, every rank calls ``remove``.
 
     If each machine writes to a disk of its own, the leader of every machine does all that rank 0 does. So the machines
@@ -104,7 +104,8 @@ class RankWrite:
     leaves_files: bool = False
     """Whether the files of the copy stay after a failure, so that another try can go on with them."""
     described: tuple[bytes, bytes] = (b"", b"")
-    """The manifest without digests, and the index, on the leader. ``describe`` makes them, unless they are given."""
+    """The manifest without digests, and the index, on the leader: those that are given, or those that ``make_manifest``
+    makes."""
     data_bytes: int = 0
     """How many bytes the ranks write to this directory, beside what ``described`` has, on the leader."""
     lock: WriteLock | None = field(default=None, init=False)
@@ -135,7 +136,7 @@ class RankWrite:
         sources = [(data_file.nbytes, source(data_file)) for data_file in self.data_files]
         return sum(nbytes for nbytes, location in sources if location and self.store.may_share(location.parent))
 
-    def describe(self, rank_records: Sequence[catalog.RankRecord]) -> None:
+    def make_manifest(self, rank_records: Sequence[catalog.RankRecord]) -> None:
         """Makes the manifest and the index from the records of all ranks. Raises the errors of ``catalog``."""
         self.described = catalog.catalog(rank_records, self.save_id, self.metadata)
         self.data_bytes = sum(file.nbytes for record in rank_records for file in record.files)

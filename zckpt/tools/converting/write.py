@@ -115,7 +115,7 @@ def write_source(
                 records = catalog.unpack(packed_records)
                 if all(file.part == STATE for record in records for file in record.files):
                     raise FormatError("the source has no tensor of a model or of its optimizer")
-                first.describe(records)
+                first.make_manifest(records)
             except FormatError as error:
                 error.file = source.path  # The error names a file of the checkpoint, which is never written.
                 raise

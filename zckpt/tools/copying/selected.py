@@ -62,8 +62,8 @@ class SelectedTensors(Copied):
             for rank, pieces in self.contents.pieces_of_ranks(self.rows, [*ranks])
         ]
 
-    def describe(self, first: RankWrite, records: Sequence[bytes]) -> None:
-        first.describe(catalog.unpack(records))
+    def tell(self, first: RankWrite, records: Sequence[bytes]) -> None:
+        first.make_manifest(catalog.unpack(records))
 
     def files(
         self, rank: int, pieces: FilePieces, save_id: str, file_numbers: Collection[int], *, verify: bool

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from zckpt.geometry import Grid, Ints
-    from zckpt.plan.reshard import PieceRanges, StoredPieces, Wanted
+    from zckpt.plan.reshard import PieceRanges, RequestedSpan, StoredPieces
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +145,11 @@ class Exchange:
 
 
 def plan_exchange(
-    held: StoredPieces, grids: Sequence[Grid], wanted: Iterable[Wanted], item_bytes: Sequence[int], slices: SlicedFiles
+    held: StoredPieces,
+    grids: Sequence[Grid],
+    wanted: Iterable[RequestedSpan],
+    item_bytes: Sequence[int],
+    slices: SlicedFiles,
 ) -> Exchange:
     """Plans what the ranks send each other.
 

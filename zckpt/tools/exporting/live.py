@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from zckpt.geometry import joined
-from zckpt.plan.reshard import Wanted
+from zckpt.plan.reshard import RequestedSpan
 from zckpt.progress import reported
 from zckpt.storage.buffers import PAGE_BYTES
 from zckpt.storage.files import read_from
@@ -59,7 +59,7 @@ class Shares:
     """The slices of the files and, after them, of the rooms."""
     rooms: Mapping[int, Conversion]
     """The conversion of each room, by the number of the room. Rooms are numbered after the files."""
-    wanted: Sequence[Wanted]
+    wanted: Sequence[RequestedSpan]
     """The elements of each source that are written, as ``plan_exchange`` takes them."""
     item_bytes: Sequence[int]
     """The size of an element of each source in bytes."""
@@ -107,7 +107,7 @@ def share_files(
     starts = slices.starts
     number_of = {name: number for number, name in enumerate(sources)}
     wanted = [
-        Wanted(number_of[name], span, (starts[number] + offset) // item_bytes[name])
+        RequestedSpan(number_of[name], span, (starts[number] + offset) // item_bytes[name])
         for number, offset, (name, span) in places
     ]
     return Shares(slices, rooms, wanted, list(item_bytes.values()))
