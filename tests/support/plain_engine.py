@@ -36,6 +36,7 @@ class Engine:
         self.parts: tuple[str, ...] = ("master", "exp_avg")
         self.devices = ()
         self.module = None
+        self.peft_configs: dict[str, str] = {}
         self.trains = True
         self.names_differ = False
 
