@@ -18,7 +18,7 @@ import zckpt
 from tests.support.hub import cached
 from tests.support.models import batch, make_engine, train
 from tests.support.runs import AFTER, BEFORE, assert_same, logical, settings, tensors_of, weights
-from zckpt.frameworks import attach as attaching
+from zckpt.frameworks import deepspeed_calls
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -186,8 +186,8 @@ def load_as_deepspeed_would(directory: str) -> None:
     """Loads what ``save_as_deepspeed_would`` has saved. Rank 1 finds neither ``latest`` nor a manifest, as on a network
     file system that still shows it an older state."""
     engine = zckpt.attach(make_engine(seed=1))
-    rank, find = engine.global_rank, attaching._find
-    with mock.patch.object(attaching, "_find", find if rank == 0 else lambda *arguments: (None, False)):
+    rank, find = engine.global_rank, deepspeed_calls._find
+    with mock.patch.object(deepspeed_calls, "_find", find if rank == 0 else lambda *arguments: (None, False)):
         path, client_state = engine.load_checkpoint(directory)
     assert path == os.path.join(directory, "epoch0/step1")
     assert client_state == {"sampler": rank, "epoch": 0}
