@@ -12,7 +12,8 @@ import pytest
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 NO_COMPARISONS = {
     "all", "command_line", "commands_at_scale", "common", "coverage", "dcp_layouts", "endings", "fsdp", "index_scale",
-    "many_files", "peers", "raw_io", "report", "report_page", "sampler", "thousand_ranks", "training",
+    "many_files", "peers", "played_ranks", "ranks_as_processes", "ranks_as_threads", "raw_io", "report",
+    "report_page", "sampler", "thousand_ranks", "training",
 }  # fmt: skip
 ON_A_GPU = ["load_to_gpu", "write_from_gpu"]
 NAMES = sorted({file.stem for file in BENCH.glob("*.py")} - NO_COMPARISONS - {*ON_A_GPU})
