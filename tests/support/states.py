@@ -220,7 +220,7 @@ def write_through(
         description={},
         parts=(MASTER,),
         devices=(),
-        module=None,
+        peft_configs={},
         trains=True,
         sample=dict,
         names_differ=False,
