@@ -51,7 +51,7 @@ from zckpt.errors import (
     MismatchError,
     StateError,
     UnsupportedError,
-    did_you_mean,
+    refuse_unknown,
 )
 from zckpt.geometry import box_of, span_of
 from zckpt.progress import reported
@@ -115,12 +115,8 @@ class Writer(StorageWriter, AsyncStager):
             options: the options of ``zckpt.write_state_dict``: step, latest, budget, progress, keep_last, keep_every,
                 reuse, node_local, ranks_per_file, copy_to, copy_keep_last and copy_keep_every.
         """
-        unknown = next((name for name in options if name not in Options.__annotations__), None)
-        if unknown is not None:
-            known = ["path", "process_group", "overwrite", "snapshot_bytes", "per_rank", *Options.__annotations__]
-            raise TypeError(
-                f"zckpt.dcp.Writer has no {unknown}{did_you_mean(unknown, known)}: it has {', '.join(known)}"
-            )
+        known = ("path", "process_group", "overwrite", "snapshot_bytes", "per_rank", *Options.__annotations__)
+        refuse_unknown("zckpt.dcp.Writer", options, known)
         self.path = path
         self._group = process_group
         self._snapshot_bytes = snapshot_bytes

@@ -237,6 +237,13 @@ def did_you_mean(given: str, accepted: Iterable[str]) -> str:
     return f" (did you mean {similar[0]!r}?)" if similar else ""
 
 
+def refuse_unknown(call: str, given: Iterable[str], known: Sequence[str]) -> None:
+    """Raises TypeError, as Python does, if the call does not have one of the arguments that were given by name."""
+    for name in given:
+        if name not in known:
+            raise TypeError(f"{call} has no {name}{did_you_mean(name, known)}: it has {', '.join(known)}")
+
+
 OPEN_FILES_HINT = (
     "this process has as many files and connections open as it may: raise its limit (`ulimit -n 65536`, or nofile in "
     "/etc/security/limits.conf) before the job starts; a rank needs up to 70 connections for messages, "

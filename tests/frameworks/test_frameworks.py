@@ -58,6 +58,12 @@ def save_and_load_in_attached_engines(directory: str) -> None:
     assert os.path.isfile(zero_to_fp32.get_model_state_file(checkpoint_dir=theirs_at, zero_stage=3))
 
 
+def test_attach_all_names_the_options_that_it_has() -> None:
+    message = r"attach_all has no keep_lsat \(did you mean 'keep_last'\?\): it has on_attach, .*, ranks_per_file$"
+    with pytest.raises(TypeError, match=message):
+        zckpt.attach_all(keep_lsat=3)  # type: ignore[call-arg]
+
+
 def test_every_engine_made_after_attach_all_is_attached(cluster: Cluster, tmp_path: Path) -> None:
     run = tmp_path / "run"
     cluster.run(save_and_load_in_attached_engines, 2, str(run))

@@ -15,7 +15,7 @@ from zckpt.checkpoint.writing.saves import Saves, forget_saves, saves_of
 from zckpt.engines import adapt, group_of
 from zckpt.engines.hooks import after_calls
 from zckpt.engines.registered import with_registered
-from zckpt.errors import UnsupportedError, warn
+from zckpt.errors import UnsupportedError, refuse_unknown, warn
 from zckpt.frameworks import fsdp_models, zero_to_fp32
 from zckpt.frameworks import patches as frameworks
 from zckpt.frameworks.deepspeed_calls import load_checkpoint, save_checkpoint
@@ -27,22 +27,22 @@ if TYPE_CHECKING:
 
     from zckpt.storage.location import StrPath
 
-    class _Options(TypedDict, total=False):
-        background: bool | None
-        replace_deepspeed: bool
-        keep_last: int | None
-        keep_every: int | None
-        full_every: int | None
-        reuse: Literal["latest"] | None
-        copy_to: StrPath | None
-        copy_keep_last: int | None
-        copy_keep_every: int | None
-        settings: Literal["checkpoint", "engine"]
-        ranks_per_file: int
-
-
 _METHODS = ("save_checkpoint", "load_checkpoint")
 _MARK = "_zckpt_attaches"
+
+
+class _Options(TypedDict, total=False):
+    background: bool | None
+    replace_deepspeed: bool
+    keep_last: int | None
+    keep_every: int | None
+    full_every: int | None
+    reuse: Literal["latest"] | None
+    copy_to: StrPath | None
+    copy_keep_last: int | None
+    copy_keep_every: int | None
+    settings: Literal["checkpoint", "engine"]
+    ranks_per_file: int
 
 
 def attach(
@@ -264,7 +264,9 @@ def attach_all(*, on_attach: Callable[[Any], None] | None = None, **options: Unp
 
     Raises:
         ValueError: an option has a value that is not allowed.
+        TypeError: there is no such option.
     """
+    refuse_unknown("zckpt.attach_all", options, ("on_attach", *_Options.__annotations__))
     fsdp_models.enable(
         _write_options(**options), options.get("full_every") or 1, options.get("settings", "checkpoint"), on_attach
     )
