@@ -11,16 +11,20 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from functools import cache
 from io import BytesIO
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
 from zckpt.engines.shards import is_sharded, replica_set, span_of
 from zckpt.engines.tensors import dtype_name, local_of
 from zckpt.errors import StateError, UnsupportedError, printable
+from zckpt.format.names import Tier
 from zckpt.geometry import all_of
+from zckpt.plan.inventory import BUFFER, PARAM, Fragment
 from zckpt.transfer.memory import lies_in_order, not_plain
+from zckpt.transfer.torch_dtypes import DTYPE_NAMES
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -57,8 +61,7 @@ def leaves_of(state_dict: object) -> dict[str, Leaf]:
         kind = type(state_dict).__name__
         raise TypeError(f"a state dict is a dict of tensors and plain values by name, got {kind}{own}")
     leaves: dict[str, Leaf] = {}
-    for leaf in _leaves(state_dict, (), frozenset()):
-        name = name_of(leaf.path)
+    for name, leaf in _leaves(state_dict, (), frozenset()):
         if (first := leaves.setdefault(name, leaf)) is not leaf:
             paths = f"{first.path} and {leaf.path}"
             raise StateError(f"two leaves of the state dict are called {name}: {paths}", key=name)
@@ -67,7 +70,7 @@ def leaves_of(state_dict: object) -> dict[str, Leaf]:
 
 def name_of(path: Path) -> str:
     """Returns the name of a leaf."""
-    return path[0] if len(path) == 1 and type(path[0]) is str else ".".join(map(str, path))
+    return ".".join(map(str, path))
 
 
 def check_names(names: Iterable[str]) -> None:
@@ -90,17 +93,18 @@ def packed_paths(paths: Iterable[Path]) -> list[list[Path | list[str | int]]]:
     return [[container, of_container] for container, of_container in keys.items()]
 
 
-def _leaves(container: Any, path: Path, around: frozenset[int]) -> Iterator[Leaf]:
-    """Yields the leaves in a map or list. ``around``: the ``id`` of each container around it."""
+def _leaves(container: Any, path: Path, around: frozenset[int]) -> Iterator[tuple[str, Leaf]]:
+    """Yields the leaves in a map or list, and their names. ``around``: the ``id`` of each container around it."""
     if id(container) in around:
         raise StateError(f"{name_of(path)} is a value that contains itself", key=name_of(path))
-    is_map = isinstance(container, Mapping)
+    is_map, prefix = isinstance(container, Mapping), name_of((*path, ""))
     for key, value in container.items() if is_map else enumerate(container):
-        below = (*path, str(key) if is_map else key)
-        if isinstance(value, Mapping) or _is_divided(value):
-            yield from _leaves(value, below, around | {id(container)})
+        name = str(key)
+        below = (*path, name if is_map else key)
+        if isinstance(value, torch.Tensor) or not (isinstance(value, Mapping) or _is_divided(value)):
+            yield prefix + name, Leaf(below, container, key, value)
         else:
-            yield Leaf(below, container, key, value)
+            yield from _leaves(value, below, around | {id(container)})
 
 
 def _is_divided(value: object) -> bool:
@@ -110,41 +114,19 @@ def _is_divided(value: object) -> bool:
     )
 
 
-class HeldTensor(NamedTuple):
-    """What this rank holds of one tensor of a state dict."""
-
-    chunks: tuple[tuple[Span, torch.Tensor], ...]
-    """The elements that this rank holds, which may be none. Those of each span are in a contiguous tensor. All spans
-    have the same grid."""
-    replicated: str = ""
-    """The value of ``Fragment.replicated``."""
-    own: bool = False
-    """Whether each rank has values of its own."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the whole tensor."""
-        return self.chunks[0][0].grid.shape
-
-    def of_ranks(self, ranks: Sequence[int]) -> HeldTensor:
-        """Returns the same, if only these ranks have a tensor of this name."""
-        label = f"{self.replicated} of {ranks}" if self.replicated and len(ranks) > 1 else ""
-        return self._replace(replicated=label)
-
-
-def held(name: str, tensor: torch.Tensor, ranks: int, local: torch.Tensor | None = None) -> HeldTensor:
-    """Returns what this rank holds of a tensor. ``ranks``: the number of ranks that write. ``local``: the values that
-    are written in the place of those that the tensor has on this rank. Raises UnsupportedError, which names the tensor,
-    for one that cannot be written."""
+def held(name: str, tensor: torch.Tensor, ranks: int, local: torch.Tensor | None = None) -> Fragment:
+    """Returns what this rank holds of a tensor, which may be no elements. ``ranks``: the number of ranks that write.
+    ``local``: the values that are written in the place of those that the tensor has on this rank. Raises
+    UnsupportedError, which names the tensor, for one that cannot be written."""
     own = local_of(tensor)
     data = values_in_order(name, own if local is None else local)
     if own is tensor:
-        return HeldTensor(((all_of(tensor.shape), data),), "every rank" if ranks > 1 else "")
+        return fragment_of(name, all_of(tensor.shape), data, "every rank" if ranks > 1 else "")
     try:
         span = held_span(tensor)
     except ValueError as error:
         raise UnsupportedError(f"{name} {error}", hint="redistribute a Partial tensor, which sums it") from error
-    return HeldTensor(((span, data),), replica_set(tensor, ranks))
+    return fragment_of(name, span, data, replica_set(tensor, ranks))
 
 
 def values_in_order(name: str, local: torch.Tensor) -> torch.Tensor:
@@ -158,17 +140,24 @@ def values_in_order(name: str, local: torch.Tensor) -> torch.Tensor:
     return local
 
 
+def fragment_of(name: str, span: Span, data: torch.Tensor, replicated: str = "") -> Fragment:
+    """Returns the fragment that has the values of a tensor that ``values_in_order`` has returned."""
+    tier = _tier_of_host() if data.is_cpu else Tier.DEVICE
+    return Fragment(PARAM, name, DTYPE_NAMES[data.dtype], span, tier, 0, data, replicated)
+
+
+@cache
+def _tier_of_host() -> Tier:
+    """Returns the tier of tensors in host memory. Without an accelerator, the model computes there."""
+    return Tier.HOST if torch.accelerator.is_available() else Tier.DEVICE
+
+
 def held_span(tensor: Any) -> Span:
     """Returns the elements of a tensor that this rank holds, in the order of its local tensor. These are none of a
     DTensor on a mesh to which this rank does not belong. Raises ValueError as ``span_of`` does."""
     if is_sharded(tensor) and tensor.device_mesh.get_coordinate() is None:
         return all_of(tensor.shape).narrow(0, 0)
     return span_of(tensor)
-
-
-def is_whole(tensor: HeldTensor) -> bool:
-    """Returns whether this rank holds all elements of a tensor."""
-    return [span for span, _ in tensor.chunks] == [all_of(tensor.shape)]
 
 
 def matches(name: str, patterns: Collection[str]) -> bool:
@@ -180,26 +169,44 @@ def matches(name: str, patterns: Collection[str]) -> bool:
 class HeldLeaves:
     """What this rank has of a state dict, by the names of its leaves."""
 
-    tensors: dict[str, HeldTensor]
-    values: dict[str, Any]
+    tensors: dict[str, tuple[Fragment, ...]] = field(default_factory=dict)
+    """The elements of each tensor that this rank holds, which may be none. All spans of a tensor have the same
+    grid."""
+    addresses: list[int] = field(default_factory=list)
+    """The address of the first fragment of each tensor."""
+    devices: set[torch.device] = field(default_factory=set)
+    """The devices of the tensors, without the CPU."""
+    values: dict[str, Any] = field(default_factory=dict)
     """The plain values. The bytes of an ``io.BytesIO`` are in its place."""
-    paths: dict[str, Path]
+    paths: dict[str, Path] = field(default_factory=dict)
     """The path of each leaf."""
-    streams: set[str]
+    streams: set[str] = field(default_factory=set)
     """The names of the plain values that are an ``io.BytesIO``."""
 
     @classmethod
     def of(cls, state_dict: Mapping[Any, Any], ranks: int) -> HeldLeaves:
         """Returns the contents of a state dict. ``ranks``: as for ``held``. Raises the errors of ``leaves_of`` and
         ``held``."""
-        made = cls({}, {}, {}, set())
+        made = cls()
         for name, (path, _, _, value) in leaves_of(state_dict).items():
             if isinstance(value, torch.Tensor):
-                made.tensors[name] = held(name, value, ranks)
-                made.paths[name] = path
+                made.add_tensor(path, held(name, value, ranks))
             else:
                 made.add_value(name, path, value)
         return made
+
+    def add_tensor(self, path: Path, chunk: Fragment) -> None:
+        """Adds a tensor, or one more fragment of a tensor."""
+        name, data = chunk.name, cast("torch.Tensor", chunk.data)
+        # A tensor is looked at now, because it would take longer to look at very many tensors once more.
+        if not data.is_cpu:
+            self.devices.add(data.device)
+        if name not in self.tensors:
+            self.paths[name] = path
+            self.addresses.append(data.data_ptr())
+            self.tensors[name] = (chunk,)
+        else:
+            self.tensors[name] += (chunk,)
 
     def add_value(self, name: str, path: Path, value: Any) -> None:
         """Adds a plain value."""
@@ -210,13 +217,16 @@ class HeldLeaves:
             self.streams.add(name)
         self.values[name] = value.getvalue() if isinstance(value, BytesIO) else value
 
-    def with_own(self, per_rank: Collection[str]) -> HeldLeaves:
-        """Returns the same, with the plain tensors that a name or glob in ``per_rank`` matches as each rank's own."""
+    def with_own(self, per_rank: Collection[str], rank: int) -> HeldLeaves:
+        """Returns the same, with the plain tensors that a name or glob in ``per_rank`` matches as the own tensors of
+        this rank."""
         if not per_rank:
             return self
         tensors = {
-            name: tensor._replace(replicated="", own=True) if matches(name, per_rank) and is_whole(tensor) else tensor
-            for name, tensor in self.tensors.items()
+            name: (chunks[0]._replace(part=BUFFER, copy=rank, replicated=""),)
+            if matches(name, per_rank) and [chunk.span for chunk in chunks] == [all_of(chunks[0].shape)]
+            else chunks
+            for name, chunks in self.tensors.items()
         }
         return replace(self, tensors=tensors)
 
@@ -224,28 +234,45 @@ class HeldLeaves:
         """Returns, for each name of a tensor that has the same memory as one before it, the name of that one."""
         first: dict[tuple[object, ...], str] = {}
         aliases = {}
-        addresses = [tensor.chunks[0][1].data_ptr() for tensor in self.tensors.values()]
-        if len({*addresses}) == len(addresses):
+        if len({*self.addresses}) == len(self.addresses):
             return {}
-        times = Counter(addresses)
-        for (name, tensor), address in zip(self.tensors.items(), addresses, strict=True):
-            if times[address] > 1 and not tensor.own and any(span.numel for span, _ in tensor.chunks):
-                place = tuple((span, data.data_ptr(), data.device, data.dtype) for span, data in tensor.chunks)
+        times = Counter(self.addresses)
+        for (name, chunks), address in zip(self.tensors.items(), self.addresses, strict=True):
+            if times[address] > 1 and chunks[0].part == PARAM and any(chunk.span.numel for chunk in chunks):
+                tensors = [cast("torch.Tensor", chunk.data) for chunk in chunks]
+                memory = [(data.data_ptr(), data.device, data.dtype) for data in tensors]
+                place = (*(chunk.span for chunk in chunks), *memory)
                 if first.setdefault(place, name) != name:
                     aliases[name] = first[place]
         return aliases
+
+    def written(
+        self, rank: int, aliases: Collection[str], holders: Mapping[str, Sequence[int]], *, differ: bool
+    ) -> Iterator[Fragment]:
+        """Yields what rank ``rank``, which has these leaves, writes of them: all elements but those of ``aliases``.
+        ``holders``: the ranks that have each tensor. ``differ``: whether these are not the same for all tensors. A set
+        of replicas has only tensors that the same ranks have."""
+        for name, chunks in self.tensors.items():
+            if name in aliases:
+                continue
+            for chunk in chunks:
+                grid, first, stop = chunk.span
+                if first < stop or (0 in grid.shape and holders[name][0] == rank):
+                    ranks = holders[name] if differ and chunk.replicated else ()
+                    label = f"{chunk.replicated} of {ranks}" if len(ranks) > 1 else ""
+                    yield chunk._replace(replicated=label) if ranks else chunk
 
 
 @dataclass(eq=False)
 class FlatState:
     """A state dict on one rank as a live state that is written. The ranks have compared what they have."""
 
-    tensors: dict[str, HeldTensor]
+    fragments: tuple[Fragment, ...]
     aliases: dict[str, str]
     tree: dict[str, Any]
     """The tree ``STATE_DICT``."""
-    first_ranks: dict[str, int] = field(default_factory=dict)
-    """The first rank that has each tensor, for those that rank 0 does not have."""
+    devices: Collection[torch.device] = ()
+    """The devices of the fragments, without the CPU."""
     step: int = 0
     group: ProcessGroup | None = None
     """The process group of the ranks that write, or None if these are all ranks of the job."""
