@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgpack
+import numpy as np
 import torch
 
 from zckpt.checkpoint.listing.runs import latest_name, refuse_place
@@ -25,7 +26,7 @@ from zckpt.errors import StateError, UnsupportedError, ZckptError, first_few, wa
 from zckpt.format import names
 from zckpt.format.digest import BLOCK_BYTES, DIGEST_BYTES, digest
 from zckpt.plan import catalog
-from zckpt.plan.data_files import plan_data_files
+from zckpt.plan.data_files import FragmentPlaces, plan_data_files
 from zckpt.plan.inventory import BUFFER
 from zckpt.plan.lineage import Lineage
 from zckpt.plan.replicas import Share, own_shares
@@ -236,7 +237,10 @@ def _alone(prepared: Preparation, agreed: Agreed, own: ForRank, ranks: Ranks) ->
         first = agreed.buffers.get(buffer.key)
         return first is None or first[0] == rank or first[1] != collected.buffers[buffer.key]
 
-    fragments = [fragment for fragment in fragments if fragment.part != BUFFER or is_stored(fragment)]
+    places = collected.places.joined(FragmentPlaces.of(fragments[len(collected.fragments) :]))
+    stored = [number for number, fragment in enumerate(fragments) if fragment.part != BUFFER or is_stored(fragment)]
+    if len(stored) < len(fragments):
+        fragments, places = [fragments[number] for number in stored], places.take(np.array(stored))
     shares: dict[str, Share] = {}
     replicas: dict[bytes, Mapping[str, bytes]] = {}
     for (label, held), (number, count, differ) in zip(collected.replicas.items(), own.shares, strict=True):
@@ -244,8 +248,8 @@ def _alone(prepared: Preparation, agreed: Agreed, own: ForRank, ranks: Ranks) ->
         shares[label] = Share(number, 1 if differ and options.leave_out else count)
         if differ:
             replicas[held.layout] = held.digests
-    fragments = own_shares(fragments, shares)
-    data_files = plan_data_files(fragments, agreed.save_id, rank, ranks.size, block_bytes=BLOCK_BYTES)
+    written, places = own_shares(fragments, places, shares)
+    data_files = plan_data_files(written, agreed.save_id, rank, ranks.size, block_bytes=BLOCK_BYTES, places=places)
     return _Alone(data_files, metadata, changes, replicas)
 
 
