@@ -360,7 +360,7 @@ def _contents(items: Iterable[WriteItem], planner: SavePlanner, ranks: int) -> H
         if item.type is WriteItemType.BYTE_IO:
             contents.add_value(name, path, _decoded(name, data))
         else:
-            contents.add_tensor(path, _held(item, data, live.get(name), ranks))
+            contents.add_tensor(name, path, _held(item, data, live.get(name), ranks))
     return contents
 
 

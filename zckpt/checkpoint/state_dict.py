@@ -194,7 +194,10 @@ def _agreed(
             ]
             for name, value in contents.values.items()
         }
-        tensors = [{name: contents.paths[name] for name in contents.tensors}, contents.aliases()]
+        tensors = [
+            {fragment.name: contents.paths[fragment.name] for fragment in contents.fragments},
+            contents.aliases(),
+        ]
         made.append((contents, [tensors, values]))
         return [digest(msgpack.packb(tensors)), digest(msgpack.packb(values)), sorted(patterns)]
 

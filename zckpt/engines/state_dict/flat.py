@@ -7,13 +7,13 @@ PyTorch's distributed checkpoints (DCP) have the same rule and the same names.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cache
 from io import BytesIO
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -169,11 +169,11 @@ def matches(name: str, patterns: Collection[str]) -> bool:
 class HeldLeaves:
     """What this rank has of a state dict, by the names of its leaves."""
 
-    tensors: dict[str, tuple[Fragment, ...]] = field(default_factory=dict)
-    """The elements of each tensor that this rank holds, which may be none. All spans of a tensor have the same
-    grid."""
+    fragments: list[Fragment] = field(default_factory=list)
+    """The elements of the tensors that this rank holds. Of each tensor there is a fragment, which may have none of its
+    elements, or several, whose spans have the same grid."""
     addresses: list[int] = field(default_factory=list)
-    """The address of the first fragment of each tensor."""
+    """The address of each fragment."""
     devices: set[torch.device] = field(default_factory=set)
     """The devices of the tensors, without the CPU."""
     values: dict[str, Any] = field(default_factory=dict)
@@ -190,23 +190,19 @@ class HeldLeaves:
         made = cls()
         for name, (path, _, _, value) in leaves_of(state_dict).items():
             if isinstance(value, torch.Tensor):
-                made.add_tensor(path, held(name, value, ranks))
+                made.add_tensor(name, path, held(name, value, ranks))
             else:
                 made.add_value(name, path, value)
         return made
 
-    def add_tensor(self, path: Path, chunk: Fragment) -> None:
+    def add_tensor(self, name: str, path: Path, fragment: Fragment) -> None:
         """Adds a tensor, or one more fragment of a tensor."""
-        name, data = chunk.name, cast("torch.Tensor", chunk.data)
-        # A tensor is looked at now, because it would take longer to look at very many tensors once more.
+        data: Any = fragment.data
         if not data.is_cpu:
             self.devices.add(data.device)
-        if name not in self.tensors:
-            self.paths[name] = path
-            self.addresses.append(data.data_ptr())
-            self.tensors[name] = (chunk,)
-        else:
-            self.tensors[name] += (chunk,)
+        self.paths[name] = path
+        self.fragments.append(fragment)
+        self.addresses.append(data.data_ptr())
 
     def add_value(self, name: str, path: Path, value: Any) -> None:
         """Adds a plain value."""
@@ -222,29 +218,29 @@ class HeldLeaves:
         this rank."""
         if not per_rank:
             return self
-        tensors = {
-            name: (chunks[0]._replace(part=BUFFER, copy=rank, replicated=""),)
-            if matches(name, per_rank) and [chunk.span for chunk in chunks] == [all_of(chunks[0].shape)]
-            else chunks
-            for name, chunks in self.tensors.items()
-        }
-        return replace(self, tensors=tensors)
+        fragments = [
+            fragment._replace(part=BUFFER, copy=rank, replicated="")
+            if matches(fragment.name, per_rank) and fragment.span == all_of(fragment.shape)
+            else fragment
+            for fragment in self.fragments
+        ]
+        return replace(self, fragments=fragments)
 
     def aliases(self) -> dict[str, str]:
         """Returns, for each name of a tensor that has the same memory as one before it, the name of that one."""
-        first: dict[tuple[object, ...], str] = {}
-        aliases = {}
-        if len({*self.addresses}) == len(self.addresses):
-            return {}
         times = Counter(self.addresses)
-        for (name, chunks), address in zip(self.tensors.items(), self.addresses, strict=True):
-            if times[address] > 1 and chunks[0].part == PARAM and any(chunk.span.numel for chunk in chunks):
-                tensors = [cast("torch.Tensor", chunk.data) for chunk in chunks]
-                memory = [(data.data_ptr(), data.device, data.dtype) for data in tensors]
-                place = (*(chunk.span for chunk in chunks), *memory)
-                if first.setdefault(place, name) != name:
-                    aliases[name] = first[place]
-        return aliases
+        if len(times) == len(self.addresses):
+            return {}
+        held = [*zip(self.fragments, self.addresses, strict=True)]
+        names = {fragment.name for fragment, address in held if times[address] > 1 and fragment.part == PARAM}
+        places: defaultdict[str, list[object]] = defaultdict(list)
+        for fragment, address in held:
+            if fragment.name in names and fragment.span.numel:
+                data: Any = fragment.data
+                places[fragment.name].append((fragment.span, address, data.device, data.dtype))
+        first: dict[tuple[object, ...], str] = {}
+        named = ((name, first.setdefault(tuple(place), name)) for name, place in places.items())
+        return {name: other for name, other in named if other != name}
 
     def written(
         self, rank: int, aliases: Collection[str], holders: Mapping[str, Sequence[int]], *, differ: bool
@@ -252,15 +248,14 @@ class HeldLeaves:
         """Yields what rank ``rank``, which has these leaves, writes of them: all elements but those of ``aliases``.
         ``holders``: the ranks that have each tensor. ``differ``: whether these are not the same for all tensors. A set
         of replicas has only tensors that the same ranks have."""
-        for name, chunks in self.tensors.items():
-            if name in aliases:
+        for fragment in self.fragments:
+            _, name, _, (grid, first, stop), _, _, _, replicated = fragment
+            if name in aliases or not (first < stop or (0 in grid.shape and holders[name][0] == rank)):
                 continue
-            for chunk in chunks:
-                grid, first, stop = chunk.span
-                if first < stop or (0 in grid.shape and holders[name][0] == rank):
-                    ranks = holders[name] if differ and chunk.replicated else ()
-                    label = f"{chunk.replicated} of {ranks}" if len(ranks) > 1 else ""
-                    yield chunk._replace(replicated=label) if ranks else chunk
+            if differ and replicated:
+                ranks = holders[name]
+                fragment = fragment._replace(replicated=f"{replicated} of {ranks}" if len(ranks) > 1 else "")
+            yield fragment
 
 
 @dataclass(eq=False)
