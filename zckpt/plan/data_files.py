@@ -266,13 +266,14 @@ class FragmentPlaces(NamedTuple):
                 start.append(data.offset)
                 continue
             if data is not None:
-                assert data.numel() == stop - first, "a fragment's data are its elements"
+                assert data.nbytes == (stop - first) * ITEM_BYTES[dtype], "a fragment's data are its elements"
                 assert data.is_contiguous(), "a fragment's data lie in order"
             address = data.data_ptr() if data is not None and data.is_cpu else -1
             path.append(min(address, 0))
             start.append(max(address, 0))
         size = np.array(item_bytes, np.int64)
-        return cls(tuple(numbers), np.array(path, np.int64), np.array(start, np.int64), np.array(numel) * size, size)
+        columns = (np.array(path, np.int64), np.array(start, np.int64), np.array(numel, np.int64) * size)
+        return cls(tuple(numbers), *columns, size)
 
     def take(self, which: Ints) -> FragmentPlaces:
         """Returns the places of some of the fragments."""
