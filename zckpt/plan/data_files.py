@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -18,6 +18,8 @@ from zckpt.plan.inventory import ANY_TIME, FileRange, Fragment
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence
+
+    from numpy.typing import NDArray
 
     from zckpt.format.data_file import EntryFields
     from zckpt.geometry import Ints
@@ -149,7 +151,7 @@ def plan_data_files(
     return tuple(plans)
 
 
-def _order(file: Ints, item_bytes: Ints) -> Ints:
+def _order(file: Ints, item_bytes: NDArray[np.int8]) -> Ints:
     """Returns the order of fragments in the data files ``file``: the larger elements of a file come first."""
     return np.lexsort((-item_bytes, file))
 
@@ -240,16 +242,16 @@ def plan_range(
 
 
 class FragmentPlaces(NamedTuple):
-    """Where the bytes of fragments are, as int64 columns. ``path`` is 0 for host memory, the number of a swap file in
+    """Where the bytes of fragments are, as columns. ``path`` is 0 for host memory, the number of a swap file in
     ``paths``, or -1 for memory of a device and for fragments without ``data``. ``start`` is the first byte in the file,
     or the address in host memory. A write has these columns from the check of its fragments on, because to look at very
     many tensors again for each of its steps would take longer than the steps."""
 
     paths: tuple[str, ...]
-    path: Ints
+    path: NDArray[np.int32]
     start: Ints
     nbytes: Ints
-    item_bytes: Ints
+    item_bytes: NDArray[np.int8]
 
     @classmethod
     def of(cls, fragments: Iterable[Fragment]) -> FragmentPlaces:
@@ -271,13 +273,14 @@ class FragmentPlaces(NamedTuple):
             address = data.data_ptr() if data is not None and data.is_cpu else -1
             path.append(min(address, 0))
             start.append(max(address, 0))
-        size = np.array(item_bytes, np.int64)
-        columns = (np.array(path, np.int64), np.array(start, np.int64), np.array(numel, np.int64) * size)
-        return cls(tuple(numbers), *columns, size)
+        size = np.array(item_bytes, np.int8)
+        nbytes = np.array(numel, np.int64) * size
+        return cls(tuple(numbers), np.array(path, np.int32), np.array(start, np.int64), nbytes, size)
 
     def take(self, which: Ints) -> FragmentPlaces:
         """Returns the places of some of the fragments."""
-        return FragmentPlaces(self.paths, *(column[which] for column in self[1:]))
+        columns: Iterable[Any] = (column[which] for column in self[1:])
+        return FragmentPlaces(self.paths, *columns)
 
     def narrowed(self, which: Ints, first: Ints, numel: Ints) -> FragmentPlaces:
         """Returns the places of parts of some of the fragments: of ``numel`` elements from element ``first`` on."""
@@ -287,8 +290,8 @@ class FragmentPlaces(NamedTuple):
     def joined(self, other: FragmentPlaces) -> FragmentPlaces:
         """Returns these places, and those of ``other`` after them."""
         paths = [*dict.fromkeys(self.paths + other.paths)]
-        number = np.array([*map(paths.index, other.paths), -1])
-        columns = zip(self[1:], other._replace(path=number[other.path])[1:], strict=True)
+        number = np.array([*map(paths.index, other.paths), -1], np.int32)
+        columns: Any = zip(self[1:], other._replace(path=number[other.path])[1:], strict=True)
         return FragmentPlaces(tuple(paths), *map(np.concatenate, columns))
 
     def begin(self, number: int, byte: int) -> tuple[str, int]:
