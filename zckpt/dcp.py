@@ -43,7 +43,7 @@ from zckpt.checkpoint.reading.state_dict import PlainValues, own_rank, paths_of,
 from zckpt.checkpoint.state_dict import Options, write_contents
 from zckpt.checkpoint.writing.options import WriteOptions
 from zckpt.engines.shards import bounds_of
-from zckpt.engines.state_dict.flat import HeldLeaves, HeldTensor, held, values_in_order
+from zckpt.engines.state_dict.flat import HeldLeaves, fragment_of, held, values_in_order
 from zckpt.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -69,6 +69,7 @@ if TYPE_CHECKING:
 
     from zckpt.checkpoint.background import PendingWrite
     from zckpt.checkpoint.reading.loader import Loader
+    from zckpt.plan.inventory import Fragment
     from zckpt.progress import Progress
     from zckpt.storage.location import StrPath
     from zckpt.transfer.budget import Budget
@@ -348,20 +349,18 @@ def _contents(items: Iterable[WriteItem], planner: SavePlanner, ranks: int) -> H
     """Returns what this rank has, before DCP leaves out what other ranks have, too."""
     live: Mapping[str, Any] = getattr(planner, "state_dict", {})
     paths: Mapping[str, tuple[Any, ...]] = getattr(planner, "mappings", {})
-    contents = HeldLeaves({}, {}, {}, set())
+    contents = HeldLeaves()
     for item in items:
         name, data = item.index.fqn, planner.resolve_data(item)
         path = paths.get(name, (name,))
         if item.type is WriteItemType.BYTE_IO:
             contents.add_value(name, path, _decoded(name, data))
         else:
-            tensor, before = _held(item, data, live.get(name), ranks), contents.tensors.get(name)
-            contents.paths[name] = path
-            contents.tensors[name] = tensor if before is None else before._replace(chunks=before.chunks + tensor.chunks)
+            contents.add_tensor(name, path, _held(item, data, live.get(name), ranks))
     return contents
 
 
-def _held(item: WriteItem, data: Any, live: object, ranks: int) -> HeldTensor:
+def _held(item: WriteItem, data: Any, live: object, ranks: int) -> Fragment:
     """Returns what this rank holds of a tensor, or one of several chunks of it. ``data``: these elements. ``live``: the
     tensor itself, if the planner has it. Raises UnsupportedError if DCP's description of it is wrong."""
     name, described = item.index.fqn, item.tensor_data
@@ -388,7 +387,7 @@ def _held(item: WriteItem, data: Any, live: object, ranks: int) -> HeldTensor:
         span = span_of(described.size, bounds)
         if span.grid.sections:
             raise UnsupportedError(f"{name} is cut in another dimension than its first one: pass a DTensor to dcp.save")
-    return HeldTensor(((span, values_in_order(name, data)),))
+    return fragment_of(name, span, values_in_order(name, data))
 
 
 def _refuse_other_layouts(state_dict: Mapping[str, Any], infos: Collection[str]) -> None:

@@ -19,8 +19,9 @@ from zckpt.format.dtypes import ITEM_BYTES
 from zckpt.format.limits import DATA_ALIGNMENT_BYTES
 from zckpt.geometry import Grid, Span
 from zckpt.plan import data_files
-from zckpt.plan.data_files import HEADER, plan_data_files
-from zckpt.plan.inventory import Fragment
+from zckpt.plan.data_files import HEADER, FragmentPlaces, plan_data_files
+from zckpt.plan.inventory import FileRange, Fragment
+from zckpt.plan.replicas import Share, own_shares
 from zckpt.plan.writes import plan_writes
 
 fragment_lists = st.integers(0, 10**6).map(lambda seed: fragments_of(0, 2, seed))
@@ -187,3 +188,29 @@ def test_state_that_may_change_at_any_time_is_read_first(later: tuple[str, ...])
     assert ({*parts[: plan.urgent]}, {*parts[plan.urgent :]}) == ({*first}, {*later})
     assert sorted(op.block for op in plan.ops) == list(range(plan.table_bytes // DIGEST_BYTES))
     assert plan.tensor_bytes == 3 * 3000 * 4
+
+
+def test_places_are_carried_along_as_if_they_were_looked_up_anew() -> None:
+    """A write looks up where bytes are before it knows what of them this rank writes."""
+    label, memory = "every rank", torch.arange(24, dtype=torch.int16)
+
+    def fragment(name: str, start: int, data: torch.Tensor | FileRange | None, numel: int = 8) -> Fragment:
+        span = Span(Grid((64,)), start, start + numel)
+        return Fragment("param", name, "I16", span, data=data, replicated="" if data is None else label)
+
+    held = [
+        fragment("a", 0, memory[:8]), fragment("b", 5, FileRange("one", 4096, 16)), fragment("c", 0, None),
+        fragment("d", 9, memory[8:16]), fragment("e", 0, memory[16:16], 0),
+    ]  # fmt: skip
+    more = [fragment("f", 0, FileRange("two", 0, 16)), fragment("g", 1, FileRange("one", 4112, 16))]
+    places = FragmentPlaces.of(held).joined(FragmentPlaces.of(more))
+    for share in (Share(0, 1), Share(1, 3), Share(2, 3)):
+        written, of_written = own_shares([*held, *more], places, {label: share})
+        assert len(written) == 7
+        assert looked_up(of_written) == looked_up(FragmentPlaces.of(written))
+
+
+def looked_up(places: FragmentPlaces) -> list[tuple[Any, ...]]:
+    """Returns the places of fragments, row by row. Of fragments without data, the start has no meaning."""
+    rows = zip(*(column.tolist() for column in places[1:]), strict=True)
+    return [(places.paths[path] if path >= 0 else None, start * (path >= 0), *sizes) for path, start, *sizes in rows]

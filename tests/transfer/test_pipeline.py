@@ -161,6 +161,43 @@ def test_a_thread_that_has_nothing_else_to_do_computes_digests_too() -> None:
     Steps(before).run(2, 1, 2)
 
 
+@pytest.mark.parametrize(
+    ("snapshot_bytes", "expected"), [(0, [("put", 0), ("take", 2)]), (1, [("take", 2), ("put", 0)])]
+)
+def test_sources_come_first_only_for_a_snapshot(snapshot_bytes: int, expected: list[tuple[str, int]]) -> None:
+    """One thread reads. When it has read item 1, item 0 is digested, and there is a buffer for item 2."""
+    steps, pool = Steps(), StagingPool(MIB, 3)
+
+    def take(item: int, stage: StagingBuffer) -> int:
+        if item == 1:
+            wait_until(lambda: bool(pipeline._digested))
+        return steps.take(item, stage)
+
+    pipeline = Pipeline(range(3), take, steps.digest, steps.put, not_straight, pool, Snapshot(), 3)
+    with pool.work(3):
+        pipeline.run(Budget(threads=1), snapshot_bytes)
+    assert [step for step in steps.done if step in expected] == expected
+
+
+def test_one_thread_is_left_to_read_sources_while_the_others_put() -> None:
+    """Otherwise all threads would put, and then all of them would read, while the disk has nothing to do."""
+    putting: set[int] = set()
+    most = [0]
+
+    def put(item: int, stage: StagingBuffer) -> None:
+        putting.add(item)
+        time.sleep(0.01)
+        if any(("take", later) not in steps.done for later in range(20)):
+            most[0] = max(most[0], len(putting))
+        putting.remove(item)
+
+    steps, pool = Steps(), StagingPool(MIB, 6)
+    with pool.work(20):
+        pipeline = Pipeline(range(20), steps.take, steps.digest, put, not_straight, pool, Snapshot(), 20)
+        pipeline.run(Budget(threads=4))
+    assert most[0] <= 3
+
+
 @pytest.mark.parametrize("failing", STEPS)
 @pytest.mark.parametrize("item", [0, 7, 19])
 def test_an_error_in_a_step_ends_all_threads(failing: str, item: int) -> None:

@@ -183,7 +183,7 @@ def _agreed(
 
     def prepare() -> list[Any]:
         patterns = several(per_rank) or ()
-        contents = make(ranks.size).with_own(patterns)
+        contents = make(ranks.size).with_own(patterns, ranks.rank)
         check_names(contents.paths)
         # Each rank may have another value of its own, so such a value has no fingerprint.
         values = {
@@ -194,7 +194,10 @@ def _agreed(
             ]
             for name, value in contents.values.items()
         }
-        tensors = [{name: contents.paths[name] for name in contents.tensors}, contents.aliases()]
+        tensors = [
+            {fragment.name: contents.paths[fragment.name] for fragment in contents.fragments},
+            contents.aliases(),
+        ]
         made.append((contents, [tensors, values]))
         return [digest(msgpack.packb(tensors)), digest(msgpack.packb(values)), sorted(patterns)]
 
@@ -213,16 +216,13 @@ def _agreed(
     paths, aliases, holders, value_holders, flags = (
         ranks.decide(lambda: own_outlines, join, "compare the state dicts") if any(differ) else join([])
     )
-    tensors = contents.tensors
-    if differ[0]:  # A set of replicas has only tensors that the same ranks have.
-        tensors = {name: tensor.of_ranks(holders[name]) for name, tensor in tensors.items()}
     tree: dict[str, Any] = {
         PATHS: packed_paths(map(tuple, paths.values())),
         RANKS: {name: of_value[0] for name, of_value in value_holders.items() if of_value[0]},
         **flags,
     }
-    first_ranks = {name: first for name, (first, *_) in holders.items() if first}
-    state = FlatState(tensors, aliases, tree, first_ranks, group=group)
+    fragments = tuple(contents.written(ranks.rank, aliases, holders, differ=differ[0]))
+    state = FlatState(fragments, aliases, tree, contents.devices, group=group)
     history_of(state).run_id = run_by_tensors((name, ()) for name in paths)
     first = {name: value for name, value in contents.values.items() if value_holders[name][0] == ranks.rank}
     own = {name: contents.values[name] for name in tree[OWN] if name in contents.values}

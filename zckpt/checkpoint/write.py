@@ -254,8 +254,8 @@ def write_engine(
 
     def plan_here() -> Planned:
         nonlocal planned
-        planned = plan(prepared, agreed, own, machines, ranks)
-        return planned.told
+        planned, told = plan(prepared, agreed, own, machines, ranks)
+        return told
 
     def begin() -> Space | None:
         nonlocal write, finish, pending

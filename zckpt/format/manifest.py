@@ -364,6 +364,7 @@ def decode(raw: bytes) -> Manifest:
         raise broken("M004", f"it is {len(raw)} bytes long", file=names.MANIFEST)
     version, packed_body = _open_envelope(raw)
     body = unpack_map(packed_body)
+    del packed_body  # The manifest of very many tensors is long.
     get = Fields(body, "body")
     if _version(body.get("version")) != version:
         raise broken("M001", "envelope and body differ in their version", file=names.MANIFEST)

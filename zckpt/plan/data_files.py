@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -18,6 +18,8 @@ from zckpt.plan.inventory import ANY_TIME, FileRange, Fragment
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence
+
+    from numpy.typing import NDArray
 
     from zckpt.format.data_file import EntryFields
     from zckpt.geometry import Ints
@@ -83,6 +85,11 @@ class DataFilePlan:
         return replace(self, fragments=tuple(fragments), places=FragmentPlaces.of(fragments))
 
     @property
+    def on_devices(self) -> Iterator[Fragment]:
+        """The fragments whose bytes are neither in host memory nor in a file."""
+        return (self.fragments[number] for number in np.flatnonzero(self.places.path < 0).tolist())
+
+    @property
     def pieces(self) -> Regions:
         """The regions of ``fragments``, one for each fragment. Here, ``start`` is counted from the first byte of the
         file's data."""
@@ -107,6 +114,7 @@ def plan_data_files(
     *,
     block_bytes: int,
     copied: Collection[str] = ANY_TIME,
+    places: FragmentPlaces | None = None,
 ) -> tuple[DataFilePlan, ...]:
     """Plans the data files of one rank, in the order of their digests in the rank's digest table.
 
@@ -115,20 +123,23 @@ def plan_data_files(
     elements.
 
     ``copied`` names the parts that are always copied to a staging buffer before they are written. The layout of their
-    files does not depend on their addresses in memory, so later saves can share these files.
+    files does not depend on their addresses in memory, so later saves can share these files. ``places`` are those of
+    ``fragments``, if the caller has them.
 
     Raises UnsupportedError, or FormatError (S001), if there is more than the format can hold.
     """
     parts = {part: number for number, part in enumerate(dict.fromkeys(fragment.part for fragment in fragments))}
     file = np.array([parts[fragment.part] * len(Tier) + fragment.tier for fragment in fragments], np.int64)
-    order = _order(file, np.array([ITEM_BYTES[fragment.dtype] for fragment in fragments], np.int64))
+    places = FragmentPlaces.of(fragments) if places is None else places
+    order = _order(file, places.item_bytes)
     plans: list[DataFilePlan] = []
     first_block = 0
     for begin, end in runs_of_equal(file[order]):
         group = [fragments[number] for number in order[begin:end].tolist()]
         data_file = DataFileId(save_id, rank, world_size, group[0].part, group[0].tier)
         in_memory = group[0].part not in copied
-        plan = _plan_data_file(data_file, group, first_block, block_bytes, in_memory=in_memory)
+        of_group = places.take(order[begin:end])
+        plan = _plan_data_file(data_file, group, of_group, first_block, block_bytes, in_memory=in_memory)
         plans.append(plan)
         first_block += plan.blocks
     if first_block * DIGEST_BYTES > DIGEST_TABLE_BYTES_MAX:
@@ -140,17 +151,22 @@ def plan_data_files(
     return tuple(plans)
 
 
-def _order(file: Ints, item_bytes: Ints) -> Ints:
+def _order(file: Ints, item_bytes: NDArray[np.int8]) -> Ints:
     """Returns the order of fragments in the data files ``file``: the larger elements of a file come first."""
     return np.lexsort((-item_bytes, file))
 
 
 def _plan_data_file(
-    data_file: DataFileId, fragments: list[Fragment], first_block: int, block_bytes: int, *, in_memory: bool
+    data_file: DataFileId,
+    fragments: list[Fragment],
+    places: FragmentPlaces,
+    first_block: int,
+    block_bytes: int,
+    *,
+    in_memory: bool,
 ) -> DataFilePlan:
     """Returns the plan of one data file. A filler goes before each long run in a swap file and, with ``in_memory``, in
     host memory, if the run needs one."""
-    places = FragmentPlaces.of(fragments)
     nbytes = places.nbytes
     first_of_run = places.long_runs(in_memory=in_memory)
     offset = np.cumsum(nbytes) - nbytes
@@ -226,32 +242,57 @@ def plan_range(
 
 
 class FragmentPlaces(NamedTuple):
-    """Where the bytes of fragments are, as int64 columns. ``path`` is 0 for host memory, the number of a swap file in
+    """Where the bytes of fragments are, as columns. ``path`` is 0 for host memory, the number of a swap file in
     ``paths``, or -1 for memory of a device and for fragments without ``data``. ``start`` is the first byte in the file,
-    or the address in host memory."""
+    or the address in host memory. A write has these columns from the check of its fragments on, because to look at very
+    many tensors again for each of its steps would take longer than the steps."""
 
     paths: tuple[str, ...]
-    path: Ints
+    path: NDArray[np.int32]
     start: Ints
     nbytes: Ints
-    item_bytes: Ints
+    item_bytes: NDArray[np.int8]
 
     @classmethod
-    def of(cls, fragments: Sequence[Fragment]) -> FragmentPlaces:
+    def of(cls, fragments: Iterable[Fragment]) -> FragmentPlaces:
         numbers = {"": 0}
         path: list[int] = []
         start: list[int] = []
-        for _, _, _, _, _, _, data, _ in fragments:
+        numel: list[int] = []
+        item_bytes: list[int] = []
+        for _, _, dtype, (_, first, stop), _, _, data, _ in fragments:
+            numel.append(stop - first)
+            item_bytes.append(ITEM_BYTES[dtype])
             if isinstance(data, FileRange):
                 path.append(numbers.setdefault(data.path, len(numbers)))
                 start.append(data.offset)
-            else:
-                address = data.data_ptr() if data is not None and data.is_cpu else -1
-                path.append(min(address, 0))
-                start.append(max(address, 0))
-        item_bytes = np.array([ITEM_BYTES[fragment.dtype] for fragment in fragments], np.int64)
-        numel = np.array([stop - first for _, _, _, (_, first, stop), *_ in fragments], np.int64)
-        return cls(tuple(numbers), np.array(path, np.int64), np.array(start, np.int64), numel * item_bytes, item_bytes)
+                continue
+            if data is not None:
+                assert data.nbytes == (stop - first) * ITEM_BYTES[dtype], "a fragment's data are its elements"
+                assert data.is_contiguous(), "a fragment's data lie in order"
+            address = data.data_ptr() if data is not None and data.is_cpu else -1
+            path.append(min(address, 0))
+            start.append(max(address, 0))
+        size = np.array(item_bytes, np.int8)
+        nbytes = np.array(numel, np.int64) * size
+        return cls(tuple(numbers), np.array(path, np.int32), np.array(start, np.int64), nbytes, size)
+
+    def take(self, which: Ints) -> FragmentPlaces:
+        """Returns the places of some of the fragments."""
+        columns: Iterable[Any] = (column[which] for column in self[1:])
+        return FragmentPlaces(self.paths, *columns)
+
+    def narrowed(self, which: Ints, first: Ints, numel: Ints) -> FragmentPlaces:
+        """Returns the places of parts of some of the fragments: of ``numel`` elements from element ``first`` on."""
+        taken = self.take(which)
+        return taken._replace(start=taken.start + first * taken.item_bytes, nbytes=numel * taken.item_bytes)
+
+    def joined(self, other: FragmentPlaces) -> FragmentPlaces:
+        """Returns these places, and those of ``other`` after them."""
+        paths = [*dict.fromkeys(self.paths + other.paths)]
+        number = np.array([*map(paths.index, other.paths), -1], np.int32)
+        columns: Any = zip(self[1:], other._replace(path=number[other.path])[1:], strict=True)
+        return FragmentPlaces(tuple(paths), *map(np.concatenate, columns))
 
     def begin(self, number: int, byte: int) -> tuple[str, int]:
         """Returns where a byte of a fragment is: the path of a swap file and an offset in it, or the empty path and an

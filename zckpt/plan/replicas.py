@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgpack
+import numpy as np
 
 from zckpt.format.digest import digest
 from zckpt.plan.inventory import FileRange
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from zckpt.geometry import Span
+    from zckpt.plan.data_files import FragmentPlaces
     from zckpt.plan.inventory import Fragment
 
 
@@ -63,19 +65,23 @@ class ReplicaSet:
         return cls(layout, values, dict(zip((f.key for f in fragments), digests, strict=True)))
 
 
-def own_shares(fragments: Sequence[Fragment], shares: Mapping[str, Share]) -> list[Fragment]:
-    """Returns the fragments that this rank writes. ``fragments``: those that it holds. ``shares``: its share of each
-    set of replicas, by the label of the set."""
-    written = []
-    for fragment in fragments:
-        share = shares.get(fragment.replicated, WHOLE)
-        if share == WHOLE:
-            written.append(fragment)
-            continue
-        span = share.of(fragment.span)
-        if span.numel or not fragment.span.numel:  # Only one rank has the fragment of an empty tensor.
+def own_shares(
+    fragments: Sequence[Fragment], places: FragmentPlaces, shares: Mapping[str, Share]
+) -> tuple[Sequence[Fragment], FragmentPlaces]:
+    """Returns the fragments that this rank writes, and their places. ``fragments``, ``places``: those that it holds.
+    ``shares``: its share of each set of replicas, by the label of the set."""
+    if all(share == WHOLE for share in shares.values()):
+        return fragments, places
+    written: list[Fragment] = []
+    parts: list[tuple[int, int, int]] = []
+    for number, fragment in enumerate(fragments):
+        held = fragment.span
+        span = shares.get(fragment.replicated, WHOLE).of(held)
+        if span.numel or not held.numel:  # Only one rank has the fragment of an empty tensor.
             written.append(narrowed(fragment, span))
-    return written
+            parts.append((number, span.start - held.start, span.numel))
+    which, first, numel = np.array(parts, np.int64).reshape(-1, 3).T
+    return written, places.narrowed(which, first, numel)
 
 
 def narrowed(fragment: Fragment, span: Span) -> Fragment:

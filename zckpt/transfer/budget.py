@@ -22,10 +22,11 @@ class Budget:
 
     Args:
         nbytes: the largest number of bytes that all staging buffers of a rank take together.
-        threads: the number of threads that read and write. Each of them has one staging buffer, or two if copies to or
-            from a device overlap with reads and writes. One further thread computes digests. What is in the page cache
-            is read by no more threads than there are processors. An object store has its own number of threads, one for
-            each request that it serves at a time, as far as ``nbytes`` allow it.
+        threads: the number of threads that read and write. There are two more staging buffers than threads, if
+            ``nbytes`` allow it, or two for each thread if copies to or from a device overlap with reads and writes. One
+            further thread computes digests. What is in the page cache is read by no more threads than there are
+            processors. An object store has its own number of threads, one for each request that it serves at a time, as
+            far as ``nbytes`` allow it.
         direct: whether to go past the page cache if the file system allows it, so that a write does not fill it and a
             read evicts nothing. Pages that are in the cache already are read from there in any case.
 

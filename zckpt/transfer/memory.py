@@ -10,13 +10,14 @@ import weakref
 from contextlib import suppress
 from functools import cache
 from itertools import pairwise, repeat
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from zckpt.errors import CastError, StateError, ZckptError
 from zckpt.geometry import runs_of_equal
+from zckpt.plan.data_files import FragmentPlaces
 from zckpt.plan.reads import STRAIGHT_BYTES_MIN
 from zckpt.storage.buffers import PAGE_BYTES
 from zckpt.system import linux
@@ -24,7 +25,7 @@ from zckpt.transfer.devices import ToDevice, byte_tensor, check_devices, device_
 from zckpt.transfer.host_memory import HostMemory
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from zckpt.geometry import Ints
     from zckpt.plan.inventory import Fragment
@@ -252,22 +253,32 @@ def _no_memory(name: str, why: str, error: type[ZckptError]) -> ZckptError:
     )  # fmt: skip
 
 
-def check_fragments(fragments: Iterable[Fragment]) -> tuple[torch.device, ...]:
+def check_fragments(fragments: Iterable[Fragment]) -> FragmentPlaces:
     """Checks the tensors of fragments that an engine has handed over, as ``check_memory`` does, and that each of them
-    has the elements of its fragment as they are. Raises StateError and DeviceError."""
-    in_memory = [fragment for fragment in fragments if isinstance(fragment.data, torch.Tensor)]
-    tensors = [cast("torch.Tensor", fragment.data) for fragment in in_memory]
-    for (part, name, _, span, *_), data in zip(in_memory, tensors, strict=True):
-        if why := why_no_memory(data):
-            raise _no_memory(f"{part}/{name}", why, StateError)
-        if data.numel() != span.stop - span.start or not lies_in_order(data):
-            view = "conjugated or negated view" if data.is_conj() or data.is_neg() else "tensor"
-            raise StateError(
-                f"{part}/{name}: elements {span.start} to {span.stop} do not lie one after the other in a {view} of "
-                f"shape {list(data.shape)} with strides {list(data.stride())}", key=f"{part}/{name}",
-                hint="make it contiguous, by contiguous(), resolve_conj() or resolve_neg()",
-            )  # fmt: skip
-    return check_devices(tensors)
+    has the elements of its fragment as they are. Returns where the bytes are. Raises StateError and DeviceError."""
+    devices: dict[torch.device, torch.Tensor] = {}
+    places = FragmentPlaces.of(_checked(fragments, devices))
+    check_devices(devices.values())
+    return places
+
+
+def _checked(fragments: Iterable[Fragment], devices: dict[torch.device, torch.Tensor]) -> Iterator[Fragment]:
+    """Yields fragments once they are checked. ``devices`` gets a tensor on each device but the CPU."""
+    for fragment in fragments:
+        part, name, _, span, _, _, data, _ = fragment
+        if isinstance(data, torch.Tensor):
+            if why := why_no_memory(data):
+                raise _no_memory(f"{part}/{name}", why, StateError)
+            if data.numel() != span.stop - span.start or not lies_in_order(data):
+                view = "conjugated or negated view" if data.is_conj() or data.is_neg() else "tensor"
+                raise StateError(
+                    f"{part}/{name}: elements {span.start} to {span.stop} do not lie one after the other in a {view} "
+                    f"of shape {list(data.shape)} with strides {list(data.stride())}", key=f"{part}/{name}",
+                    hint="make it contiguous, by contiguous(), resolve_conj() or resolve_neg()",
+                )  # fmt: skip
+            if not data.is_cpu:
+                devices[data.device] = data
+        yield fragment
 
 
 def why_no_memory(tensor: torch.Tensor) -> str | None:

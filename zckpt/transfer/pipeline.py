@@ -29,10 +29,12 @@ class Pipeline(Generic[Item]):
     The threads of the budget read and write. One further thread, the digest thread, does the step ``digest``, so that
     the other threads can keep the disk busy. They do this step too, but only if there is nothing to read or write.
 
-    Sources come first: as long as a buffer is free, the next source is read. The sources of the first ``urgent`` items
-    are read before all others. The snapshot is told when all urgent sources have been read, and again when all sources
-    have been read. While all buffers are in use, no source is read until a buffer is free again. While copies to a
-    buffer are under way, the other steps are done for buffers that are full.
+    An item is put as soon as it is digested, but as long as there are sources, one thread is left to read them. If all
+    threads put, the disk would have nothing to do once they are done, until they have read the next sources together.
+    Only if a caller waits for a snapshot, sources come first: as long as a buffer is free, the next source is read. The
+    sources of the first ``urgent`` items are read before all others. The snapshot is told when all urgent sources have
+    been read, and again when all sources have been read. While all buffers are in use, no source is read until a buffer
+    is free again. While copies to a buffer are under way, the other steps are done for buffers that are full.
 
     Some files take bytes only in their order. ``is_next`` says whether the bytes of an item are the next ones. Other
     items wait with their buffers, unless nothing else can be done.
@@ -74,6 +76,9 @@ class Pipeline(Generic[Item]):
         """For how many items not all steps are done yet."""
         self._free_halves = 0
         """How many half buffers are not in use."""
+        self._puts = self._puts_max = 0
+        """How many items are being put, and how many may be as long as there are sources to read."""
+        self._sources_first = False
         self._stopped = False
         self._changed = threading.Condition()
 
@@ -88,6 +93,7 @@ class Pipeline(Generic[Item]):
             run_tasks(beside, budget.threads)
             return
         self._free_halves = 2 * self._staging.buffers_within(budget, snapshot_bytes)
+        self._puts_max, self._sources_first = max(budget.threads - 1, 2), snapshot_bytes > 0
         threads = min(budget.threads, items)
         work = [partial(self._work, self._next)] * threads + [partial(self._work, self._next_digest)]
         tasks = [*(partial(self._call, function) for function in beside), *work]
@@ -126,6 +132,8 @@ class Pipeline(Generic[Item]):
         possible."""
         with self._changed:
             while self._unfinished and not self._stopped:
+                if not self._sources_first and (put := self._next_put()):
+                    return put
                 if self._waiting and self._free_halves >= self._halves[self._waiting[0][0]]:
                     number, item = self._waiting.popleft()
                     self._free_halves -= self._halves[number]
@@ -139,21 +147,24 @@ class Pipeline(Generic[Item]):
                     return partial(self._digest_item, *self._full.popleft())
                 if self._filling:  # Nobody tells when a copy from a device has ended.
                     return partial(self._finish_item, *self._filling.popleft())
+                if self._digested and self._unfinished == len(self._waiting) + len(self._digested):
+                    return self._put_at(0)  # No item is next, and no thread works on one, so nothing else goes on.
                 self._changed.wait()
         return None
 
     def _next_put(self) -> Callable[[], None] | None:
-        """Returns the step ``put`` of an item that is next in its file. If no item is next, and no other item is being
-        read or digested, it is that of any item, because otherwise nothing would go on. Returns None if no item can be
-        put now. The caller holds ``self._changed``."""
+        """Returns the step ``put`` of an item that is next in its file, or None if none can be put now. The caller
+        holds ``self._changed``."""
+        if self._waiting and self._puts >= self._puts_max:
+            return None
         place = next((place for place, entry in enumerate(self._digested) if self._is_next(entry[1])), None)
-        if place is None:
-            queued = len(self._waiting) + len(self._filling) + len(self._full) + len(self._digested)
-            if not self._digested or self._filling or self._full or self._unfinished > queued:  # A thread works on one.
-                return None
-            place = 0
+        return None if place is None else self._put_at(place)
+
+    def _put_at(self, place: int) -> Callable[[], None]:
+        """Returns the step ``put`` of an item that is digested. The caller holds ``self._changed``."""
         entry = self._digested[place]
         del self._digested[place]
+        self._puts += 1
         return partial(self._put_item, *entry)
 
     def _next_digest(self) -> Callable[[], None] | None:
@@ -204,6 +215,8 @@ class Pipeline(Generic[Item]):
 
     def _put_item(self, number: int, item: Item, stage: StagingBuffer) -> None:
         self._put(item, stage)
+        with self._changed:
+            self._puts -= 1
         self._release(number, stage)
 
     def _release(self, number: int, stage: StagingBuffer) -> None:

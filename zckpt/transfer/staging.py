@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 ARENA_BYTES_PER_THREAD = 16 << 20
 """The pinned memory for one thread, in bytes. It is enough for two buffers: the thread reads into one while the bytes
 in the other one are checked, or copied to a device."""
+BUFFERS_AHEAD = 2
+"""How many more buffers than threads there are, if they are not pinned. While each thread reads or writes, digests are
+computed in another buffer, and one more buffer is ready for the next write."""
 
 
 class StagingBuffer:
@@ -107,8 +110,10 @@ class StagingPool:
 
     def buffers_within(self, budget: Budget, snapshot_bytes: int = 0) -> int:
         """Returns how many buffers of the pool may be full at the same time. If the pool has no limit, there is one for
-        each thread of the budget, or as many as ``snapshot_bytes`` allows if these are more."""
-        return self.buffers or max(snapshot_bytes // self.nbytes, budget.threads)
+        each thread of the budget and ``BUFFERS_AHEAD`` more if they fit, or as many as ``snapshot_bytes`` allows if
+        these are more."""
+        fitting = min(budget.nbytes // self.nbytes, budget.threads + BUFFERS_AHEAD)
+        return self.buffers or max(snapshot_bytes // self.nbytes, budget.threads, fitting)
 
     @contextmanager
     def work(self, items: int = sys.maxsize) -> Iterator[None]:

@@ -16,7 +16,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from zckpt.format.digest import DIGEST_BYTES, digest
 from zckpt.format.rules import broken
@@ -34,9 +33,10 @@ from zckpt.transfer.tasks import run_tasks
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
+    import torch
+
     from zckpt.format.digest import ReadFile
     from zckpt.plan.data_files import DataFilePlan
-    from zckpt.plan.inventory import Fragment
     from zckpt.plan.writes import WriteOp, WritePlan
     from zckpt.storage.buffers import Bytes
     from zckpt.storage.contract import Creator, PageSharing, Reader, Store, Writer
@@ -202,8 +202,6 @@ def _take(job: _Job, stage: StagingBuffer) -> _Job:
     op, sharing = job.op, None if job.file is None else job.file.sharing
     path, place = op.place or (None, 0)
     in_memory = op.address >= 0
-    for source in op.source[in_memory].tolist():
-        _check(job.plan.fragments[source])
     if _is_straight(job):
         return job
     if path is not None:
@@ -313,7 +311,6 @@ def _fill(
         else:
             read_from(data.path, data.offset + start, room)
         return
-    _check(fragment)
     if nbytes < data.nbytes:
         data = byte_tensor(data)[start : start + nbytes]
     copies[data.device].append(FromDevice(position, data))
@@ -339,11 +336,3 @@ def _compare(job: _Job, source: CopySource, digests: bytes, block_bytes: int) ->
                 "D003", "the data is damaged", file=path, key=source.key_at(path, file_start),
                 start=file_start, stop=file_stop, hint="restore the file from a copy, or copy another checkpoint",
             )  # fmt: skip
-
-
-def _check(fragment: Fragment) -> None:
-    """Checks that the tensor of a fragment can be read by its address."""
-    data = fragment.data
-    assert isinstance(data, torch.Tensor), "what is in memory is a tensor"
-    assert data.numel() == fragment.span.numel, "a fragment's data are its elements"
-    assert data.is_contiguous(), "a fragment's data lie in order"

@@ -138,7 +138,7 @@ def test_a_flipped_bit_is_noticed(tmp_path: Path) -> None:
 )
 def test_a_tree_that_was_made_to_do_harm(tmp_path: Path, tree: dict[str, Any], message: str) -> None:
     """DCP would make a list with as many items as the path says."""
-    state = FlatState({"w": held_tensor("w", WEIGHT, 1)}, {}, tree)
+    state = FlatState((held_tensor("w", WEIGHT, 1),), {}, tree)
     write_state(state, tmp_path / "c", WriteOptions())
     everything: dict[str, Any] = {}
     with refused(message):

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from zckpt.checkpoint.writing.options import WriteOptions
     from zckpt.engines.contract import StateAdapter
+    from zckpt.plan.data_files import FragmentPlaces
 
 _NUMPY_DTYPES = frozenset(map(np.dtype, ["?", "u1", "i1", "u2", "i2", "u4", "i4", "u8", "i8", "f2", "f4", "f8"]))
 
@@ -41,6 +42,7 @@ class Collected:
 
     fragments: Sequence[Fragment]
     """The fragments of all parts that are written, without the tensors of packed trees."""
+    places: FragmentPlaces
     aliases: Mapping[str, str]
     state: Mapping[str, Any]
     rank_state: Mapping[str, Any]
@@ -75,14 +77,14 @@ def collect(
     for part in {fragment.part for fragment in fragments}:  # It becomes the name of a file.
         names.check_part_name(part)
     names.check_tensor_names([fragment.name for fragment in fragments])
-    check_fragments(fragments)
+    places = check_fragments(fragments)
     state, rank_state = adapter.state(), adapter.rank_state()
     scalars = dict(sorted(_leaves(state.get("optimizer"), "optimizer")))
     left_out = [part for part in parts if part not in wanted and part not in RESERVED_PARTS]
     all_weights = options.parts is not None and PARAM in options.parts
     use = use_of(wanted, parts, trains=adapter.trains, all_weights=all_weights)
     return Collected(
-        fragments, inventory.aliases, state, rank_state, scalars, _digests(fragments), left_out, use,
+        fragments, places, inventory.aliases, state, rank_state, scalars, _digests(fragments), left_out, use,
         inventory.unsaved, _replica_sets(fragments, replicas if options.parts is None else {}),
     )  # fmt: skip
 

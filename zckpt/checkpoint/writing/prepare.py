@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgpack
+import numpy as np
 import torch
 
 from zckpt.checkpoint.listing.runs import latest_name, refuse_place
@@ -25,7 +26,7 @@ from zckpt.errors import StateError, UnsupportedError, ZckptError, first_few, wa
 from zckpt.format import names
 from zckpt.format.digest import BLOCK_BYTES, DIGEST_BYTES, digest
 from zckpt.plan import catalog
-from zckpt.plan.data_files import plan_data_files
+from zckpt.plan.data_files import FragmentPlaces, plan_data_files
 from zckpt.plan.inventory import BUFFER
 from zckpt.plan.lineage import Lineage
 from zckpt.plan.replicas import Share, own_shares
@@ -147,8 +148,6 @@ class RankPlan(NamedTuple):
     """What carries out the plan, without what only ``begin`` knows."""
     together: Sequence[int]
     """The ranks that write to the same files, among them this one."""
-    told: Planned
-    """What the rank tells rank 0 about the plan."""
 
 
 class _Alone(NamedTuple):
@@ -162,9 +161,11 @@ class _Alone(NamedTuple):
 
 
 @without_collector
-def plan(prepared: Preparation, agreed: Agreed, own: ForRank, machines: Machines, ranks: Ranks) -> RankPlan:
+def plan(
+    prepared: Preparation, agreed: Agreed, own: ForRank, machines: Machines, ranks: Ranks
+) -> tuple[RankPlan, Planned]:
     """Plans the files of this rank. It is called in a step of ``ranks``, and has a step of its own, of those ranks that
-    write to the same files."""
+    write to the same files. Returns the plan, and what the rank tells rank 0 about it, which is not kept."""
     rank, machine = ranks.rank, machines.of(ranks.rank).ranks
     # Only ranks of one host share files, because they also share the host's page cache. Two hosts that write to one
     # file would wait for each other's locks, or lose bytes, on many file systems.
@@ -206,7 +207,7 @@ def plan(prepared: Preparation, agreed: Agreed, own: ForRank, machines: Machines
             sum(data_file.nbytes for data_file in write.data_files), DIGEST_BYTES * (own_blocks + common_blocks),
             write.shared_bytes(), alone.changes.replaced, alone.changes.left_out, alone.replicas,
         )  # fmt: skip
-        return RankPlan(write, together, told)
+        return RankPlan(write, together), told
 
 
 def _alone(prepared: Preparation, agreed: Agreed, own: ForRank, ranks: Ranks) -> _Alone:
@@ -236,7 +237,10 @@ def _alone(prepared: Preparation, agreed: Agreed, own: ForRank, ranks: Ranks) ->
         first = agreed.buffers.get(buffer.key)
         return first is None or first[0] == rank or first[1] != collected.buffers[buffer.key]
 
-    fragments = [fragment for fragment in fragments if fragment.part != BUFFER or is_stored(fragment)]
+    places = collected.places.joined(FragmentPlaces.of(fragments[len(collected.fragments) :]))
+    stored = [number for number, fragment in enumerate(fragments) if fragment.part != BUFFER or is_stored(fragment)]
+    if len(stored) < len(fragments):
+        fragments, places = [fragments[number] for number in stored], places.take(np.array(stored))
     shares: dict[str, Share] = {}
     replicas: dict[bytes, Mapping[str, bytes]] = {}
     for (label, held), (number, count, differ) in zip(collected.replicas.items(), own.shares, strict=True):
@@ -244,8 +248,8 @@ def _alone(prepared: Preparation, agreed: Agreed, own: ForRank, ranks: Ranks) ->
         shares[label] = Share(number, 1 if differ and options.leave_out else count)
         if differ:
             replicas[held.layout] = held.digests
-    fragments = own_shares(fragments, shares)
-    data_files = plan_data_files(fragments, agreed.save_id, rank, ranks.size, block_bytes=BLOCK_BYTES)
+    written, places = own_shares(fragments, places, shares)
+    data_files = plan_data_files(written, agreed.save_id, rank, ranks.size, block_bytes=BLOCK_BYTES, places=places)
     return _Alone(data_files, metadata, changes, replicas)
 
 

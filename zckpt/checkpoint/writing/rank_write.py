@@ -231,7 +231,7 @@ class RankWrite:
         store, options, block_bytes = self.store, self.options, self.metadata.block_bytes
         # Tensors that were not contiguous were copied while the write was planned. In the background, that was another
         # thread, whose stream of the device this thread has to wait for.
-        devices = devices_of(tensors_of(fragment for data_file in self.data_files for fragment in data_file.fragments))
+        devices = devices_of(tensors_of(fragment for data_file in self.data_files for fragment in data_file.on_devices))
         synchronize(devices)
         stores = [store] if self.source is None else [store, self.source.store]
         budget = budget_or_default(options.budget).serving(*stores)

@@ -86,7 +86,7 @@ def reused(
                     counterparts[number] = counterpart
     if not counterparts:
         return tuple(data_files), {}
-    devices = devices_of(tensors_of(fragment for number in counterparts for fragment in data_files[number].fragments))
+    devices = devices_of(tensors_of(fragment for number in counterparts for fragment in data_files[number].on_devices))
     synchronize(devices)
     staging = pool_for(devices, budget, block_bytes)
     lasting = {data_file.id.part for data_file in data_files} - ANY_TIME

@@ -7,10 +7,11 @@ PyTorch's distributed checkpoints (DCP) have the same rule and the same names.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from functools import cache
 from io import BytesIO
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,8 +20,11 @@ import torch
 from zckpt.engines.shards import is_sharded, replica_set, span_of
 from zckpt.engines.tensors import dtype_name, local_of
 from zckpt.errors import StateError, UnsupportedError, printable
+from zckpt.format.names import Tier
 from zckpt.geometry import all_of
+from zckpt.plan.inventory import BUFFER, PARAM, Fragment
 from zckpt.transfer.memory import lies_in_order, not_plain
+from zckpt.transfer.torch_dtypes import DTYPE_NAMES
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -57,8 +61,7 @@ def leaves_of(state_dict: object) -> dict[str, Leaf]:
         kind = type(state_dict).__name__
         raise TypeError(f"a state dict is a dict of tensors and plain values by name, got {kind}{own}")
     leaves: dict[str, Leaf] = {}
-    for leaf in _leaves(state_dict, (), frozenset()):
-        name = name_of(leaf.path)
+    for name, leaf in _leaves(state_dict, (), frozenset()):
         if (first := leaves.setdefault(name, leaf)) is not leaf:
             paths = f"{first.path} and {leaf.path}"
             raise StateError(f"two leaves of the state dict are called {name}: {paths}", key=name)
@@ -67,7 +70,7 @@ def leaves_of(state_dict: object) -> dict[str, Leaf]:
 
 def name_of(path: Path) -> str:
     """Returns the name of a leaf."""
-    return path[0] if len(path) == 1 and type(path[0]) is str else ".".join(map(str, path))
+    return ".".join(map(str, path))
 
 
 def check_names(names: Iterable[str]) -> None:
@@ -90,17 +93,18 @@ def packed_paths(paths: Iterable[Path]) -> list[list[Path | list[str | int]]]:
     return [[container, of_container] for container, of_container in keys.items()]
 
 
-def _leaves(container: Any, path: Path, around: frozenset[int]) -> Iterator[Leaf]:
-    """Yields the leaves in a map or list. ``around``: the ``id`` of each container around it."""
+def _leaves(container: Any, path: Path, around: frozenset[int]) -> Iterator[tuple[str, Leaf]]:
+    """Yields the leaves in a map or list, and their names. ``around``: the ``id`` of each container around it."""
     if id(container) in around:
         raise StateError(f"{name_of(path)} is a value that contains itself", key=name_of(path))
-    is_map = isinstance(container, Mapping)
+    is_map, prefix = isinstance(container, Mapping), name_of((*path, ""))
     for key, value in container.items() if is_map else enumerate(container):
-        below = (*path, str(key) if is_map else key)
-        if isinstance(value, Mapping) or _is_divided(value):
-            yield from _leaves(value, below, around | {id(container)})
+        name = str(key)
+        below = (*path, name if is_map else key)
+        if isinstance(value, torch.Tensor) or not (isinstance(value, Mapping) or _is_divided(value)):
+            yield prefix + name, Leaf(below, container, key, value)
         else:
-            yield Leaf(below, container, key, value)
+            yield from _leaves(value, below, around | {id(container)})
 
 
 def _is_divided(value: object) -> bool:
@@ -110,41 +114,19 @@ def _is_divided(value: object) -> bool:
     )
 
 
-class HeldTensor(NamedTuple):
-    """What this rank holds of one tensor of a state dict."""
-
-    chunks: tuple[tuple[Span, torch.Tensor], ...]
-    """The elements that this rank holds, which may be none. Those of each span are in a contiguous tensor. All spans
-    have the same grid."""
-    replicated: str = ""
-    """The value of ``Fragment.replicated``."""
-    own: bool = False
-    """Whether each rank has values of its own."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the whole tensor."""
-        return self.chunks[0][0].grid.shape
-
-    def of_ranks(self, ranks: Sequence[int]) -> HeldTensor:
-        """Returns the same, if only these ranks have a tensor of this name."""
-        label = f"{self.replicated} of {ranks}" if self.replicated and len(ranks) > 1 else ""
-        return self._replace(replicated=label)
-
-
-def held(name: str, tensor: torch.Tensor, ranks: int, local: torch.Tensor | None = None) -> HeldTensor:
-    """Returns what this rank holds of a tensor. ``ranks``: the number of ranks that write. ``local``: the values that
-    are written in the place of those that the tensor has on this rank. Raises UnsupportedError, which names the tensor,
-    for one that cannot be written."""
+def held(name: str, tensor: torch.Tensor, ranks: int, local: torch.Tensor | None = None) -> Fragment:
+    """Returns what this rank holds of a tensor, which may be no elements. ``ranks``: the number of ranks that write.
+    ``local``: the values that are written in the place of those that the tensor has on this rank. Raises
+    UnsupportedError, which names the tensor, for one that cannot be written."""
     own = local_of(tensor)
     data = values_in_order(name, own if local is None else local)
     if own is tensor:
-        return HeldTensor(((all_of(tensor.shape), data),), "every rank" if ranks > 1 else "")
+        return fragment_of(name, all_of(tensor.shape), data, "every rank" if ranks > 1 else "")
     try:
         span = held_span(tensor)
     except ValueError as error:
         raise UnsupportedError(f"{name} {error}", hint="redistribute a Partial tensor, which sums it") from error
-    return HeldTensor(((span, data),), replica_set(tensor, ranks))
+    return fragment_of(name, span, data, replica_set(tensor, ranks))
 
 
 def values_in_order(name: str, local: torch.Tensor) -> torch.Tensor:
@@ -158,17 +140,24 @@ def values_in_order(name: str, local: torch.Tensor) -> torch.Tensor:
     return local
 
 
+def fragment_of(name: str, span: Span, data: torch.Tensor, replicated: str = "") -> Fragment:
+    """Returns the fragment that has the values of a tensor that ``values_in_order`` has returned."""
+    tier = _tier_of_host() if data.is_cpu else Tier.DEVICE
+    return Fragment(PARAM, name, DTYPE_NAMES[data.dtype], span, tier, 0, data, replicated)
+
+
+@cache
+def _tier_of_host() -> Tier:
+    """Returns the tier of tensors in host memory. Without an accelerator, the model computes there."""
+    return Tier.HOST if torch.accelerator.is_available() else Tier.DEVICE
+
+
 def held_span(tensor: Any) -> Span:
     """Returns the elements of a tensor that this rank holds, in the order of its local tensor. These are none of a
     DTensor on a mesh to which this rank does not belong. Raises ValueError as ``span_of`` does."""
     if is_sharded(tensor) and tensor.device_mesh.get_coordinate() is None:
         return all_of(tensor.shape).narrow(0, 0)
     return span_of(tensor)
-
-
-def is_whole(tensor: HeldTensor) -> bool:
-    """Returns whether this rank holds all elements of a tensor."""
-    return [span for span, _ in tensor.chunks] == [all_of(tensor.shape)]
 
 
 def matches(name: str, patterns: Collection[str]) -> bool:
@@ -180,26 +169,40 @@ def matches(name: str, patterns: Collection[str]) -> bool:
 class HeldLeaves:
     """What this rank has of a state dict, by the names of its leaves."""
 
-    tensors: dict[str, HeldTensor]
-    values: dict[str, Any]
+    fragments: list[Fragment] = field(default_factory=list)
+    """The elements of the tensors that this rank holds. Of each tensor there is a fragment, which may have none of its
+    elements, or several, whose spans have the same grid."""
+    addresses: list[int] = field(default_factory=list)
+    """The address of each fragment."""
+    devices: set[torch.device] = field(default_factory=set)
+    """The devices of the tensors, without the CPU."""
+    values: dict[str, Any] = field(default_factory=dict)
     """The plain values. The bytes of an ``io.BytesIO`` are in its place."""
-    paths: dict[str, Path]
+    paths: dict[str, Path] = field(default_factory=dict)
     """The path of each leaf."""
-    streams: set[str]
+    streams: set[str] = field(default_factory=set)
     """The names of the plain values that are an ``io.BytesIO``."""
 
     @classmethod
     def of(cls, state_dict: Mapping[Any, Any], ranks: int) -> HeldLeaves:
         """Returns the contents of a state dict. ``ranks``: as for ``held``. Raises the errors of ``leaves_of`` and
         ``held``."""
-        made = cls({}, {}, {}, set())
+        made = cls()
         for name, (path, _, _, value) in leaves_of(state_dict).items():
             if isinstance(value, torch.Tensor):
-                made.tensors[name] = held(name, value, ranks)
-                made.paths[name] = path
+                made.add_tensor(name, path, held(name, value, ranks))
             else:
                 made.add_value(name, path, value)
         return made
+
+    def add_tensor(self, name: str, path: Path, fragment: Fragment) -> None:
+        """Adds a tensor, or one more fragment of a tensor."""
+        data: Any = fragment.data
+        if not data.is_cpu:
+            self.devices.add(data.device)
+        self.paths[name] = path
+        self.fragments.append(fragment)
+        self.addresses.append(data.data_ptr())
 
     def add_value(self, name: str, path: Path, value: Any) -> None:
         """Adds a plain value."""
@@ -210,42 +213,61 @@ class HeldLeaves:
             self.streams.add(name)
         self.values[name] = value.getvalue() if isinstance(value, BytesIO) else value
 
-    def with_own(self, per_rank: Collection[str]) -> HeldLeaves:
-        """Returns the same, with the plain tensors that a name or glob in ``per_rank`` matches as each rank's own."""
+    def with_own(self, per_rank: Collection[str], rank: int) -> HeldLeaves:
+        """Returns the same, with the plain tensors that a name or glob in ``per_rank`` matches as the own tensors of
+        this rank."""
         if not per_rank:
             return self
-        tensors = {
-            name: tensor._replace(replicated="", own=True) if matches(name, per_rank) and is_whole(tensor) else tensor
-            for name, tensor in self.tensors.items()
-        }
-        return replace(self, tensors=tensors)
+        fragments = [
+            fragment._replace(part=BUFFER, copy=rank, replicated="")
+            if matches(fragment.name, per_rank) and fragment.span == all_of(fragment.shape)
+            else fragment
+            for fragment in self.fragments
+        ]
+        return replace(self, fragments=fragments)
 
     def aliases(self) -> dict[str, str]:
         """Returns, for each name of a tensor that has the same memory as one before it, the name of that one."""
-        first: dict[tuple[object, ...], str] = {}
-        aliases = {}
-        addresses = [tensor.chunks[0][1].data_ptr() for tensor in self.tensors.values()]
-        if len({*addresses}) == len(addresses):
+        times = Counter(self.addresses)
+        if len(times) == len(self.addresses):
             return {}
-        times = Counter(addresses)
-        for (name, tensor), address in zip(self.tensors.items(), addresses, strict=True):
-            if times[address] > 1 and not tensor.own and any(span.numel for span, _ in tensor.chunks):
-                place = tuple((span, data.data_ptr(), data.device, data.dtype) for span, data in tensor.chunks)
-                if first.setdefault(place, name) != name:
-                    aliases[name] = first[place]
-        return aliases
+        held = [*zip(self.fragments, self.addresses, strict=True)]
+        names = {fragment.name for fragment, address in held if times[address] > 1 and fragment.part == PARAM}
+        places: defaultdict[str, list[object]] = defaultdict(list)
+        for fragment, address in held:
+            if fragment.name in names and fragment.span.numel:
+                data: Any = fragment.data
+                places[fragment.name].append((fragment.span, address, data.device, data.dtype))
+        first: dict[tuple[object, ...], str] = {}
+        named = ((name, first.setdefault(tuple(place), name)) for name, place in places.items())
+        return {name: other for name, other in named if other != name}
+
+    def written(
+        self, rank: int, aliases: Collection[str], holders: Mapping[str, Sequence[int]], *, differ: bool
+    ) -> Iterator[Fragment]:
+        """Yields what rank ``rank``, which has these leaves, writes of them: all elements but those of ``aliases``.
+        ``holders``: the ranks that have each tensor. ``differ``: whether these are not the same for all tensors. A set
+        of replicas has only tensors that the same ranks have."""
+        for fragment in self.fragments:
+            _, name, _, (grid, first, stop), _, _, _, replicated = fragment
+            if name in aliases or not (first < stop or (0 in grid.shape and holders[name][0] == rank)):
+                continue
+            if differ and replicated:
+                ranks = holders[name]
+                fragment = fragment._replace(replicated=f"{replicated} of {ranks}" if len(ranks) > 1 else "")
+            yield fragment
 
 
 @dataclass(eq=False)
 class FlatState:
     """A state dict on one rank as a live state that is written. The ranks have compared what they have."""
 
-    tensors: dict[str, HeldTensor]
+    fragments: tuple[Fragment, ...]
     aliases: dict[str, str]
     tree: dict[str, Any]
     """The tree ``STATE_DICT``."""
-    first_ranks: dict[str, int] = field(default_factory=dict)
-    """The first rank that has each tensor, for those that rank 0 does not have."""
+    devices: Collection[torch.device] = ()
+    """The devices of the fragments, without the CPU."""
     step: int = 0
     group: ProcessGroup | None = None
     """The process group of the ranks that write, or None if these are all ranks of the job."""
