@@ -26,7 +26,6 @@ import numpy as np
 import zstandard
 
 from zckpt.format.digest import digest
-from zckpt.format.dtypes import ITEM_BYTES
 from zckpt.format.limits import INDEX_CHUNK_RAW_BYTES_MAX, TENSOR_BYTES_MAX
 from zckpt.format.manifest import Chunk, Manifest, Part
 from zckpt.format.names import Tier, index_path
@@ -213,12 +212,12 @@ def _check(layout: Rows, part_id: int, part: Part, where: _Where) -> None:
     because of that."""
     manifest, chunk = where.manifest, where.chunk
     rows = slice(chunk.first_row, chunk.first_row + chunk.rows)
-    if not np.array_equal(layout.name_id, np.array(part.name_ids[rows], np.int64)):
+    if not np.array_equal(layout.name_id, part.name_ids[rows]):
         raise where.broken("I004", "the rows are other names than the manifest's")
     if not (layout.count.min() >= 1 and layout.count.sum() == chunk.pieces):
         raise where.broken("I004", f"the rows have {layout.count.sum()} pieces, the chunk {chunk.pieces}")
-    numel = manifest.numel(part_id)[rows]
-    item = np.fromiter(map(ITEM_BYTES.__getitem__, part.dtypes[rows]), np.int64, chunk.rows)
+    numel = manifest.numel[part.shape_ids[rows]]
+    item = part.item_bytes[rows]
     _check_copies(layout, numel, part, where)
     copies = np.where(numel > 0, np.add.reduceat(layout.length, layout.first) // np.maximum(numel, 1), layout.count)
     if copies.max() > manifest.world_size:
