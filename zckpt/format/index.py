@@ -113,12 +113,9 @@ class IndexWriter:
         added before, this is its id, and nothing is stored."""
         start, first_row, layout_id = len(self.index), 0, len(self._ids)
         chunks: list[Chunk] = []
-        for rows in layout:
-            columns = [getattr(rows, column).astype(dtype) for column, dtype in ROW_COLUMNS + PIECE_COLUMNS]
-            frame = self._compressor.compress(b"".join(map(np.ndarray.tobytes, columns)))
-            size = (len(rows.count), len(rows.length))
+        for size, frame in map(self._compressed, layout):  # This keeps no rows while it makes the next ones.
             chunks.append(Chunk(layout_id, first_row, *size, len(self.index), len(frame), digest(frame)))
-            first_row += len(rows.count)
+            first_row += size[0]
             self.index += frame
         known_id = self._ids.setdefault(tuple(chunk.digest for chunk in chunks), layout_id)
         if known_id == layout_id:
@@ -126,6 +123,12 @@ class IndexWriter:
         else:
             del self.index[start:]
         return known_id
+
+    def _compressed(self, rows: Rows) -> tuple[tuple[int, int], bytes]:
+        """Returns the number of rows and of pieces of a chunk, and its frame."""
+        columns = ROW_COLUMNS + PIECE_COLUMNS
+        raw = b"".join(getattr(rows, column).astype(dtype).tobytes() for column, dtype in columns)
+        return (len(rows.count), len(rows.length)), self._compressor.compress(raw)
 
 
 def chunk_rows(count: Ints) -> Iterator[slice]:

@@ -275,9 +275,12 @@ def _pieces_of_chunk(placed: Sequence[tuple[_FilePieces, Ints | None, Sequence[i
         np.repeat([getattr(file, column) for file, *_ in chosen], [count for *_, count in chosen])
         for column in ("rank", "tier")
     )
-    together = (name, kind, start, numel, copy, offset, block, rank, tier)
+    together = [name, kind, start, numel, copy, offset, block, rank, tier]
     order = np.lexsort((start, copy, name))
-    return [column[order] for column in together]
+    del name, kind, start, numel, copy, offset, block, rank, tier
+    for number, column in enumerate(together):  # so that few columns are in memory in both orders
+        together[number] = column[order]
+    return together
 
 
 def _rows(part: str, columns: Sequence[Ints], numbered: _Numbered) -> Rows:
