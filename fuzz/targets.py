@@ -32,7 +32,7 @@ from zckpt.format import index as index_format
 from zckpt.format import manifest as manifest_format
 from zckpt.format import tree as tree_format
 from zckpt.format.digest import digest
-from zckpt.format.dtypes import ITEM_BYTES
+from zckpt.format.dtypes import DTYPE_IDS, ITEM_BYTES
 from zckpt.format.manifest import Chunk, File, Files, Manifest, Part
 from zckpt.format.names import Tier
 from zckpt.geometry import Grid
@@ -91,10 +91,14 @@ def index(data: bytes) -> None:
     else:
         count, frame = mode >> 2, raw
     chunk = Chunk(0, 0, rows, count, 0, len(frame), digest(frame))
-    ids = tuple(range(rows))
+    ids = np.arange(rows)
     manifest = Manifest(
         save_id=DATA_FILE.save_id, step=0, world_size=2, block_bytes=4096, names=tuple("abcd"), shapes=_SHAPES,
-        parts=tuple(Part(name, 0, ids, ids, dtypes[:rows], (0,) * rows) for name, dtypes in _DTYPES.items()),
+        parts=tuple(
+            Part(name, 0, ids, ids, np.array(dtype_ids[:rows], np.uint8), np.zeros_like(ids))
+            for name, dtypes in _DTYPES.items()
+            for dtype_ids in [[*map(DTYPE_IDS.__getitem__, dtypes)]]
+        ),
         files=Files.of(File(rank, part_id, tier, 4096 + 512, 4096, 0)
             for rank, part_id, tier in itertools.product((0, 1), (0, 1), (Tier.DEVICE, Tier.NVME))),
         digests=(b"\0" * 16,) * 2, chunks=(chunk,), index_bytes=len(frame),

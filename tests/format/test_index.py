@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import zckpt
-from tests.support.states import same_all, write_state
+from tests.support.states import part_of, same_all, write_state
 from zckpt.checkpoint.listing import contents
 from zckpt.checkpoint.open import open_loader
 from zckpt.checkpoint.reading.checkpoint import loader_of
@@ -22,7 +22,7 @@ from zckpt.format import index as index_format
 from zckpt.format.digest import digest
 from zckpt.format.dtypes import ITEM_BYTES
 from zckpt.format.index import PIECE_BYTES, ROW_BYTES, IndexWriter, Piece, Rows, chunk_rows, decode, pieces, take
-from zckpt.format.manifest import Chunk, File, Files, Manifest, Part
+from zckpt.format.manifest import Chunk, File, Files, Manifest
 from zckpt.format.names import Tier, index_path
 from zckpt.geometry import Grid, Span
 
@@ -51,7 +51,7 @@ def manifest_for(shapes: list[tuple[int, ...]], dtypes: dict[str, list[str]], ch
         block_bytes=4096,
         names=tuple(f"t{i}" for i in ids),
         shapes=tuple(shapes),
-        parts=tuple(Part(name, 0, ids, ids, tuple(of), (0,) * len(ids)) for name, of in dtypes.items()),
+        parts=tuple(part_of(name, 0, ids, ids, of) for name, of in dtypes.items()),
         files=Files.of(files),
         digests=(b"\0" * 16,) * WORLD_SIZE,
         chunks=chunks,

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 import zckpt
 from tests.support.apart import edit_field
-from tests.support.states import is_tensor_name, write_state
+from tests.support.states import is_tensor_name, part_of, write_state
 from zckpt.errors import DigestError, FeatureError, FormatError, SizeError, VersionError
 from zckpt.format import manifest as manifest_format
 from zckpt.format import names
 from zckpt.format.digest import digest
-from zckpt.format.dtypes import ITEM_BYTES
+from zckpt.format.dtypes import DTYPES
 from zckpt.format.manifest import Chunk, File, Files, Manifest, Part, decode, encode
 from zckpt.format.names import Tier
 
@@ -44,9 +44,9 @@ def manifests(draw: st.DrawFn) -> Manifest:
     layouts: dict[tuple[int, ...], int] = {}
     for name in draw(st.lists(part_names, max_size=4, unique=True)):
         ids = tuple(sorted(draw(st.sets(st.integers(0, len(listed) - 1), min_size=1))))
-        shape_ids = tuple(draw(st.integers(0, len(shapes) - 1)) for _ in ids)
-        dtypes = tuple(draw(st.sampled_from(sorted(ITEM_BYTES))) for _ in ids)
-        parts.append(Part(name, layouts.setdefault(ids, 7 * len(layouts)), ids, shape_ids, dtypes, (0,) * len(ids)))
+        shape_ids = [draw(st.integers(0, len(shapes) - 1)) for _ in ids]
+        dtypes = [draw(st.sampled_from(DTYPES)) for _ in ids]
+        parts.append(part_of(name, layouts.setdefault(ids, 7 * len(layouts)), ids, shape_ids, dtypes))
     offset = 0
     for ids, layout in layouts.items():
         cut = draw(st.integers(1, len(ids)))

@@ -17,6 +17,7 @@ from tests.support.fragments import BLOCK_BYTES, SAVE_ID, fragments_of, pieces_o
 from zckpt.errors import FormatError, RankError, UnsupportedError
 from zckpt.format import index as index_format
 from zckpt.format import manifest as manifest_format
+from zckpt.format.dtypes import DTYPES
 from zckpt.format.names import Tier
 from zckpt.geometry import Grid, Span
 from zckpt.plan import catalog
@@ -64,7 +65,9 @@ def test_the_catalog_finds_every_piece_where_its_rank_put_it(seed: int, world_si
                     shape = manifest.shapes[part.shape_ids[at]]
                     for p in index_format.pieces(layout, row, Grid(shape)):
                         place = (p.rank, p.tier, *p.span[1:], p.offset, p.block)
-                        pieces.add((part.name, manifest.names[part.name_ids[at]], part.dtypes[at], shape, *place))
+                        pieces.add(
+                            (part.name, manifest.names[part.name_ids[at]], DTYPES[part.dtype_ids[at]], shape, *place)
+                        )
     assert pieces == expected
     assert len({part.layout_id for part in manifest.parts}) == 1  # weights and moments share one layout
 

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
+import numpy as np
 import torch
 
 import zckpt
@@ -16,6 +17,8 @@ from tests.support.grids import order_of, random_grid
 from zckpt.checkpoint.writing.collect import add_rank_tree, pack_tree
 from zckpt.engines import readable
 from zckpt.errors import FormatError
+from zckpt.format.dtypes import DTYPE_IDS
+from zckpt.format.manifest import Part
 from zckpt.format.names import Tier, check_tensor_name
 from zckpt.geometry import Grid, Span
 from zckpt.plan import catalog
@@ -232,3 +235,11 @@ def write_through(
     )
     with mock.patch("zckpt.checkpoint.writing.prepare.readable", _adapt):
         return zckpt.write(engine or EngineOfAnAdapter(), path, **options)
+
+
+def part_of(
+    name: str, layout_id: int, name_ids: Sequence[int], shape_ids: Sequence[int], dtypes: Sequence[str]
+) -> Part:
+    """Returns a part of a manifest, none of whose tensors a grid divides."""
+    dtype_ids = np.array([DTYPE_IDS[dtype] for dtype in dtypes], np.uint8)
+    return Part(name, layout_id, np.array(name_ids), np.array(shape_ids), dtype_ids, np.zeros(len(dtypes), np.int64))

@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from zckpt.format import names, packed
-from zckpt.format.limits import CONTAINERS_MAX, TENSOR_BYTES_MAX
+from zckpt.format.dtypes import DTYPE_IDS, DTYPES
+from zckpt.format.limits import CONTAINERS_MAX, PARTS_MAX, TENSOR_BYTES_MAX
 from zckpt.format.rules import broken
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from numpy.typing import NDArray
+
     from zckpt.geometry import Ints
 
 
-def unpack_map(raw: bytes) -> dict[Any, Any]:
-    """Returns the map that ``raw`` consists of. Raises FormatError (M005) for anything else than one msgpack map
-    without duplicate keys."""
+def unpack_body(raw: memoryview) -> dict[Any, Any]:
+    """Returns the map that ``raw``, the body of the manifest, consists of. Raises FormatError (M005) for anything else
+    than one msgpack map without duplicate keys."""
     try:
-        value = packed.unpack(raw, packed.Containers(CONTAINERS_MAX))
+        containers = packed.Containers(CONTAINERS_MAX)
+        value = packed.unpack_map(raw, containers, {"parts": partial(_parts, containers=containers)})
     except packed.TooManyError as error:
         raise broken("M005", f"more than {CONTAINERS_MAX} arrays and maps", file=names.MANIFEST) from error
     except packed.ERRORS as error:
@@ -29,6 +34,18 @@ def unpack_map(raw: bytes) -> dict[Any, Any]:
     if not isinstance(value, dict):
         raise broken("M005", f"a {type(value).__name__} where a map is due", file=names.MANIFEST)
     return value
+
+
+def _parts(raw: memoryview, containers: packed.Containers) -> list[Any] | None:
+    """Returns the parts, with columns where these are long, or None if the parts are too many."""
+    if not 0 <= packed.array_header(raw)[0] <= PARTS_MAX:
+        return None
+    columns = dict.fromkeys(("names", "shapes", "grids"), packed.integers) | {"dtypes": _dtype_ids}
+    return [packed.unpack_map(part, containers, columns) for part in packed.items(raw)]
+
+
+def _dtype_ids(raw: memoryview) -> NDArray[np.uint8] | None:
+    return packed.words(raw, DTYPES)
 
 
 class Fields:
@@ -82,13 +99,26 @@ class Fields:
 
     def column(self, name: str) -> Ints:
         """Returns what ``integers`` returns, as a column."""
-        values = self.array(name)
-        if {*map(type, values)} <= {int}:
-            with suppress(OverflowError):
-                column = np.fromiter(values, np.int64, len(values))
-                if column.min(initial=0) >= 0 and column.max(initial=0) <= TENSOR_BYTES_MAX:
-                    return column
+        column = self.values.get(name)
+        if not isinstance(column, np.ndarray):
+            values, column = self.array(name), np.array([-1])
+            if {*map(type, values)} <= {int}:
+                with suppress(OverflowError):
+                    column = np.fromiter(values, np.int64, len(values))
+        if column.min(initial=0) >= 0 and column.max(initial=0) <= TENSOR_BYTES_MAX:
+            return column
         raise broken("M005", f"field {name!r} holds something else than sizes", file=names.MANIFEST)
+
+    def dtype_ids(self, name: str) -> NDArray[np.uint8]:
+        """Returns an array of dtypes as a column of their ids. Raises FormatError (M009), too, for other strings."""
+        column = self.values.get(name)
+        if isinstance(column, np.ndarray):
+            return column
+        try:
+            return np.array([*map(DTYPE_IDS.__getitem__, self.strings(name))], np.uint8)
+        except KeyError as error:
+            what = f"part {self.string('name')} has the dtype {error.args[0]!r}"
+            raise broken("M009", what, file=names.MANIFEST) from None
 
     def strings(self, name: str) -> list[str]:
         """Returns an array of strings."""

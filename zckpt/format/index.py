@@ -26,7 +26,6 @@ import numpy as np
 import zstandard
 
 from zckpt.format.digest import digest
-from zckpt.format.dtypes import ITEM_BYTES
 from zckpt.format.limits import INDEX_CHUNK_RAW_BYTES_MAX, TENSOR_BYTES_MAX
 from zckpt.format.manifest import Chunk, Manifest, Part
 from zckpt.format.names import Tier, index_path
@@ -114,12 +113,9 @@ class IndexWriter:
         added before, this is its id, and nothing is stored."""
         start, first_row, layout_id = len(self.index), 0, len(self._ids)
         chunks: list[Chunk] = []
-        for rows in layout:
-            columns = [getattr(rows, column).astype(dtype) for column, dtype in ROW_COLUMNS + PIECE_COLUMNS]
-            frame = self._compressor.compress(b"".join(map(np.ndarray.tobytes, columns)))
-            size = (len(rows.count), len(rows.length))
+        for size, frame in map(self._compressed, layout):  # This keeps no rows while it makes the next ones.
             chunks.append(Chunk(layout_id, first_row, *size, len(self.index), len(frame), digest(frame)))
-            first_row += len(rows.count)
+            first_row += size[0]
             self.index += frame
         known_id = self._ids.setdefault(tuple(chunk.digest for chunk in chunks), layout_id)
         if known_id == layout_id:
@@ -127,6 +123,12 @@ class IndexWriter:
         else:
             del self.index[start:]
         return known_id
+
+    def _compressed(self, rows: Rows) -> tuple[tuple[int, int], bytes]:
+        """Returns the number of rows and of pieces of a chunk, and its frame."""
+        columns = ROW_COLUMNS + PIECE_COLUMNS
+        raw = b"".join(getattr(rows, column).astype(dtype).tobytes() for column, dtype in columns)
+        return (len(rows.count), len(rows.length)), self._compressor.compress(raw)
 
 
 def chunk_rows(count: Ints) -> Iterator[slice]:
@@ -213,12 +215,12 @@ def _check(layout: Rows, part_id: int, part: Part, where: _Where) -> None:
     because of that."""
     manifest, chunk = where.manifest, where.chunk
     rows = slice(chunk.first_row, chunk.first_row + chunk.rows)
-    if not np.array_equal(layout.name_id, np.array(part.name_ids[rows], np.int64)):
+    if not np.array_equal(layout.name_id, part.name_ids[rows]):
         raise where.broken("I004", "the rows are other names than the manifest's")
     if not (layout.count.min() >= 1 and layout.count.sum() == chunk.pieces):
         raise where.broken("I004", f"the rows have {layout.count.sum()} pieces, the chunk {chunk.pieces}")
-    numel = manifest.numel(part_id)[rows]
-    item = np.fromiter(map(ITEM_BYTES.__getitem__, part.dtypes[rows]), np.int64, chunk.rows)
+    numel = manifest.numel[part.shape_ids[rows]]
+    item = part.item_bytes[rows]
     _check_copies(layout, numel, part, where)
     copies = np.where(numel > 0, np.add.reduceat(layout.length, layout.first) // np.maximum(numel, 1), layout.count)
     if copies.max() > manifest.world_size:

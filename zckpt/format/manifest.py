@@ -6,10 +6,11 @@ import math
 import reprlib
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import islice, pairwise, product
-from typing import TYPE_CHECKING, TypeVar, overload
+from itertools import islice, pairwise
+from typing import TYPE_CHECKING, overload
 
 import msgpack
 import numpy as np
@@ -17,8 +18,8 @@ import numpy as np
 from zckpt.format import names, packed
 from zckpt.format.data_file import DataFileId, is_shape
 from zckpt.format.digest import DIGEST_BYTES, digest
-from zckpt.format.dtypes import ITEM_BYTES
-from zckpt.format.fields import Fields, unpack_map
+from zckpt.format.dtypes import DTYPES, ITEM_BYTES_BY_ID
+from zckpt.format.fields import Fields, unpack_body
 from zckpt.format.grids import divided_sizes, fits, packed_sections, unpacked_sections
 from zckpt.format.limits import (
     BLOCK_BYTES_MAX,
@@ -43,10 +44,9 @@ from zckpt.geometry import Grid, all_of
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-    from zckpt.geometry import Ints, Sections
+    from numpy.typing import NDArray
 
-_One = TypeVar("_One")
-_Other = TypeVar("_Other")
+    from zckpt.geometry import Ints, Sections
 
 VERSION = (1, 0)
 """The major and the minor version of the format that this module writes."""
@@ -65,10 +65,9 @@ SOUGHT_MAX = 4
 make a dict of all names."""
 _VERSION_BYTES_MAX = 5 + 2 * 9
 """The most bytes of an array of two integers, in msgpack's longest form."""
-_BIN = {0xC4: 0, 0xC5: 1 << 8, 0xC6: 1 << 16}
-"""The first bytes that a binary may have in msgpack, and for each of them the shortest length that needs it."""
-_DTYPES = {dtype: dtype for dtype in ITEM_BYTES}
-"""Each dtype by its name, so that the column of a part has one object for each dtype, and not one for each tensor."""
+_BIN = {0xC4: (2, 0), 0xC5: (3, 1 << 8), 0xC6: (5, 1 << 16)}
+"""The first bytes that a binary may have in msgpack. For each of them, the number of bytes before the content of the
+binary, and the shortest content that needs it."""
 _CHUNK_COLUMNS = {
     "layout": "layout_id",
     "first_row": "first_row",
@@ -81,22 +80,36 @@ _CHUNK_COLUMNS = {
 """For each column of ``chunks`` in the file, the attribute of ``Chunk``. The order is that of the attributes."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """The tensors of one part. Its columns have one item for each tensor, in ascending order of name ids."""
+    """The tensors of one part. Its columns have one item for each tensor, in ascending order of name ids. They are
+    arrays, because to make an object for each tensor would slow down opening."""
 
     name: str
     """The name of the part, such as ``"master"``."""
     layout_id: int
     """The id of the layout in the index that says where the pieces of these tensors are."""
-    name_ids: tuple[int, ...]
+    name_ids: Ints
     """For each tensor, the position of its name in ``Manifest.names``."""
-    shape_ids: tuple[int, ...]
+    shape_ids: Ints
     """For each tensor, the position of its shape in ``Manifest.shapes``."""
-    dtypes: tuple[str, ...]
-    """For each tensor, its dtype, such as ``"F32"``."""
-    grid_ids: tuple[int, ...]
+    dtype_ids: NDArray[np.uint8]
+    """For each tensor, the position of its dtype in ``DTYPES``."""
+    grid_ids: Ints
     """For each tensor, the position of its grid in ``Manifest.grids``."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Part) and all(
+            np.array_equal(getattr(self, name), getattr(other, name)) for name in self.__slots__
+        )
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.layout_id))
+
+    @property
+    def item_bytes(self) -> Ints:
+        """For each tensor, the size of one element in bytes."""
+        return ITEM_BYTES_BY_ID[self.dtype_ids]
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,20 +244,23 @@ class Manifest:
     def name_id(self, name: str) -> int | None:
         """Returns the position of a name in ``names``, or None if it is not there. It looks through all names for the
         first few that it is asked for, which takes less time than making ``name_ids``."""
-        if len(self._sought) == SOUGHT_MAX:
-            return self.name_ids.get(name)
-        self._sought.append(name)
-        return self.names.index(name) if name in self.names else None
+        if name not in self._sought:
+            if len(self._sought) == SOUGHT_MAX:
+                return self.name_ids.get(name)
+            self._sought[name] = None
+            with suppress(ValueError):
+                self._sought[name] = self.names.index(name)
+        return self._sought[name]
 
     @cached_property
-    def _sought(self) -> list[str]:
-        """The names that ``name_id`` has looked for among all names."""
-        return []
+    def _sought(self) -> dict[str, int | None]:
+        """What ``name_id`` has returned for the names that it has looked for among all names."""
+        return {}
 
     def grid(self, part_id: int, row: int) -> Grid:
         """Returns the grid of the tensor in a row of a part."""
         part = self.parts[part_id]
-        return self.grid_of(part.shape_ids[row], part.grid_ids[row])
+        return self.grid_of(int(part.shape_ids[row]), int(part.grid_ids[row]))
 
     def grid_of(self, shape_id: int, grid_id: int) -> Grid:
         """Returns the grid of the tensors with these ids. They share one object."""
@@ -259,17 +275,10 @@ class Manifest:
         """The grids that ``grid`` has made, by the ids of the shape and of the sections."""
         return {}
 
-    def numel(self, part_id: int) -> Ints:
-        """Returns the number of elements of each tensor of a part."""
-        if part_id not in self._numel:
-            of_shapes = np.array([*map(math.prod, self.shapes)], np.int64)
-            self._numel[part_id] = of_shapes[np.array(self.parts[part_id].shape_ids, np.int64)]
-        return self._numel[part_id]
-
     @cached_property
-    def _numel(self) -> dict[int, Ints]:
-        """What ``numel`` has returned, by the ids of the parts."""
-        return {}
+    def numel(self) -> Ints:
+        """For each shape, the number of elements of a tensor."""
+        return np.array([*map(math.prod, self.shapes)], np.int64)
 
     @cached_property
     def part_ids(self) -> dict[str, int]:
@@ -327,8 +336,10 @@ def encode(manifest: Manifest) -> bytes:
             "names": manifest.names,
             "shapes": manifest.shapes,
             "parts": [
-                {"name": p.name, "layout": p.layout_id, "names": p.name_ids, "shapes": p.shape_ids, "dtypes": p.dtypes}
-                | ({"grids": p.grid_ids} if any(p.grid_ids) else {})
+                {"name": p.name, "layout": p.layout_id}
+                | {"names": p.name_ids.tolist(), "shapes": p.shape_ids.tolist()}
+                | {"dtypes": [*map(DTYPES.__getitem__, p.dtype_ids.tolist())]}
+                | ({"grids": p.grid_ids.tolist()} if p.grid_ids.any() else {})
                 for p in manifest.parts
             ],
             "aliases": dict(manifest.aliases),
@@ -363,8 +374,7 @@ def decode(raw: bytes) -> Manifest:
     if len(raw) > MANIFEST_BYTES_MAX:
         raise broken("M004", f"it is {len(raw)} bytes long", file=names.MANIFEST)
     version, packed_body = _open_envelope(raw)
-    body = unpack_map(packed_body)
-    del packed_body  # The manifest of very many tensors is long.
+    body = unpack_body(packed_body)
     get = Fields(body, "body")
     if _version(body.get("version")) != version:
         raise broken("M001", "envelope and body differ in their version", file=names.MANIFEST)
@@ -397,15 +407,16 @@ def decode(raw: bytes) -> Manifest:
         writer=get.string_map("writer"),
     )
     _check(manifest, many_pieces=PIECES in requires)
-    if BOX in requires and not any(any(part.grid_ids) for part in manifest.parts):
+    if BOX in requires and not any(part.grid_ids.any() for part in manifest.parts):
         raise broken("M015", f"needs {BOX}, and no grid divides a tensor", file=names.MANIFEST)
     return manifest
 
 
-def _open_envelope(raw: bytes) -> tuple[tuple[int, int], bytes]:
+def _open_envelope(raw: bytes) -> tuple[tuple[int, int], memoryview]:
     """Returns the version and the packed body, whose digest has been checked. It looks at the bytes behind the version
     only if it knows the major version. Raises FormatError (M001 to M003)."""
-    items = packed.items(memoryview(raw))
+    view = memoryview(raw)
+    items = packed.items(view)
     first = _next(items, 2)
     if len(first) < 2 or first[0] != msgpack.packb(_MAGIC):
         raise broken("M001", "not a zckpt manifest", file=names.MANIFEST)
@@ -417,15 +428,18 @@ def _open_envelope(raw: bytes) -> tuple[tuple[int, int], bytes]:
             file=names.MANIFEST,
             hint="upgrade zckpt to read this checkpoint",
         )
-    rest = _next(items, 3)
-    if len(rest) != 2 or any(item[0] not in _BIN for item in rest):
+    # The body may be long, so it is neither unpacked nor copied.
+    third = _next(items, 1)
+    count, start = packed.array_header(view)
+    start += sum(map(len, first + third))
+    header_bytes, body_bytes_min = _BIN.get(raw[start], (0, 0)) if start < len(raw) else (0, 0)
+    length, body = view[start + 1 : start + header_bytes], view[start + header_bytes :]
+    if count != 4 or third[0][0] not in _BIN or not length or int.from_bytes(length) != len(body):
         raise broken("M001", "the manifest is not its version, a digest and a body", file=names.MANIFEST)
-    expected, body = map(msgpack.unpackb, rest)
+    expected = msgpack.unpackb(third[0])
     if digest(body) != expected:
         raise broken("M003", "the manifest is damaged", file=names.MANIFEST, start=0, stop=len(raw))
-    # The body may be long, so it is not packed again to see whether the envelope is in its shortest form.
-    before_body = msgpack.packb([_MAGIC, version, expected, b""])[:-2]
-    if raw[: -len(rest[1])] != before_body or len(body) < _BIN[rest[1][0]]:
+    if raw[:start] != msgpack.packb([_MAGIC, version, expected, b""])[:-2] or len(body) < body_bytes_min:
         raise broken("M001", "the envelope is not in its shortest form", file=names.MANIFEST)
     return version, body
 
@@ -483,20 +497,10 @@ def _part(value: object, *, has_grids: bool) -> Part:
     name = get.string("name")
     names.check_part_name(name, file=names.MANIFEST)
     name_ids = get.column("names")
-    grid_ids = get.integers("grids") if has_grids and "grids" in get.values else [0] * len(name_ids)
-    try:
-        dtypes = tuple(map(_DTYPES.__getitem__, get.strings("dtypes")))
-    except KeyError as error:
-        raise broken("M009", f"part {name} has the dtype {error.args[0]!r}", file=names.MANIFEST) from None
-    part = Part(
-        name,
-        get.integer("layout", 0, NAMES_MAX),
-        tuple(get.array("names")),
-        tuple(get.integers("shapes")),
-        dtypes,
-        tuple(grid_ids),
-    )
-    if len({len(name_ids), len(part.shape_ids), len(part.dtypes), len(grid_ids)}) > 1:
+    grid_ids = get.column("grids") if has_grids and "grids" in get.values else np.zeros(len(name_ids), np.int64)
+    columns = (name_ids, get.column("shapes"), get.dtype_ids("dtypes"), grid_ids)
+    part = Part(name, get.integer("layout", 0, NAMES_MAX), *columns)
+    if len({len(column) for column in columns}) > 1:
         raise broken("M010", f"the columns of part {name} differ in length", file=names.MANIFEST)
     if (np.diff(name_ids) <= 0).any():
         raise broken("M010", f"the name ids of part {name} are not ascending", file=names.MANIFEST)
@@ -551,15 +555,18 @@ def _check(m: Manifest, *, many_pieces: bool) -> None:
             raise broken("M007", f"{Counter(values).most_common(1)[0][0]!r} is listed twice", file=where)
     sizes = list(map(divided_sizes, m.grids))
     for part in m.parts:
-        if part.name_ids and part.name_ids[-1] >= len(m.names):
-            raise broken("M010", f"part {part.name} has name id {part.name_ids[-1]} of {len(m.names)}", file=where)
-        for shape_id, dtype in _pairs(part.shape_ids, part.dtypes):
-            if shape_id >= len(m.shapes):
-                raise broken("M010", f"part {part.name} has shape id {shape_id} of {len(m.shapes)}", file=where)
-            if math.prod(m.shapes[shape_id]) * ITEM_BYTES[dtype] > TENSOR_BYTES_MAX:
-                raise broken("M008", f"shape {m.shapes[shape_id]} of {dtype}", file=where)
-        for shape_id, grid_id in _pairs(part.shape_ids, part.grid_ids):
-            if grid_id >= len(m.grids) or not fits(sizes[grid_id], m.shapes[shape_id]):
+        for what, ids, count, rule in (
+            ("name", part.name_ids, len(m.names), "M010"),
+            ("shape", part.shape_ids, len(m.shapes), "M010"),
+            ("grid", part.grid_ids, len(m.grids), "M015"),
+        ):
+            if (highest := ids.max(initial=-1)) >= count:
+                raise broken(rule, f"part {part.name} has {what} id {highest} of {count}", file=where)
+        for shape_id, dtype_id in _pairs(part.shape_ids, part.dtype_ids, len(DTYPES)):
+            if math.prod(m.shapes[shape_id]) * int(ITEM_BYTES_BY_ID[dtype_id]) > TENSOR_BYTES_MAX:
+                raise broken("M008", f"shape {m.shapes[shape_id]} of {DTYPES[dtype_id]}", file=where)
+        for shape_id, grid_id in _pairs(part.shape_ids, part.grid_ids, len(m.grids)):
+            if not fits(sizes[grid_id], m.shapes[shape_id]):
                 raise broken("M015", f"part {part.name}: grid {grid_id} of shape {m.shapes[shape_id]}", file=where)
     if m.grids[:1] != ((),) or not all(m.grids[1:]):
         raise broken("M015", "the first grid, and only this one, has to divide nothing", file=where)
@@ -608,11 +615,11 @@ def _check_index_size(m: Manifest, *, many_pieces: bool) -> None:
         raise broken("M013", f"{pieces} pieces in an index of {m.index_bytes} bytes", file=names.MANIFEST)
 
 
-def _pairs(one: Sequence[_One], other: Sequence[_Other]) -> set[tuple[_One, _Other]]:
-    """Returns the distinct pairs of the items of two columns. Mostly one column has only one value. Then no object is
-    made for each item."""
-    ones, others = set(one), set(other)
-    return {*product(ones, others)} if min(len(ones), len(others)) < 2 else {*zip(one, other, strict=True)}
+def _pairs(one: Ints, other: Ints | NDArray[np.uint8], count: int) -> Iterator[tuple[int, int]]:
+    """Yields the distinct pairs of the items of two columns. ``other`` has numbers below ``count``."""
+    pairs = one * count + other
+    pairs = pairs[np.diff(pairs, prepend=-1) != 0]  # Neighbours are mostly equal.
+    return (divmod(pair, count) for pair in np.unique(pairs).tolist())
 
 
 def _check_chunks(m: Manifest) -> None:
@@ -632,7 +639,7 @@ def _check_chunks(m: Manifest) -> None:
     layouts: dict[int, Part] = {}
     for part in m.parts:
         first = layouts.setdefault(part.layout_id, part)
-        if part.name_ids != first.name_ids or len(part.name_ids) != rows[part.layout_id]:
+        if not np.array_equal(part.name_ids, first.name_ids) or len(part.name_ids) != rows[part.layout_id]:
             raise broken("M013", f"part {part.name} does not fit layout {part.layout_id}", file=where)
     if rows.keys() - layouts.keys():
         raise broken("M013", "a chunk of a layout that no part has", file=where)

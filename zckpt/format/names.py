@@ -96,11 +96,12 @@ def check_tensor_name(name: object, *, file: str | None = None) -> None:
 def check_tensor_names(tensor_names: Sequence[str], *, file: str | None = None) -> None:
     """Does what ``check_tensor_name`` does for each of ``tensor_names``. Of most checkpoints, all names together show
     at once that none breaks a rule, which takes a twentieth of the time."""
-    joined = "".join(tensor_names)
-    if joined.isascii() and not any(part in joined for part in (FILLER_PREFIX, METADATA, "\x7f")):
-        lengths = {*map(len, tensor_names)}
-        is_printable = np.frombuffer(joined.encode(), np.uint8).min(initial=0xFF) >= ord(" ")
-        if is_printable and min(lengths, default=1) >= 1 and max(lengths, default=1) <= NAME_BYTES_MAX:
+    joined = "\n".join(["", *tensor_names, ""])
+    if joined.isascii() and not (METADATA in tensor_names or FILLER_PREFIX in joined or "\x7f" in joined):
+        ends = np.flatnonzero(np.frombuffer(joined.encode(), np.uint8) < ord(" "))
+        lengths = np.diff(ends) - 1
+        has_controls = len(lengths) != len(tensor_names)
+        if not has_controls and lengths.min(initial=1) >= 1 and lengths.max(initial=1) <= NAME_BYTES_MAX:
             return
     for name in tensor_names:
         check_tensor_name(name, file=file)

@@ -16,6 +16,7 @@ from zckpt.format import index as index_format
 from zckpt.format import manifest as manifest_format
 from zckpt.format import tree
 from zckpt.format.digest import DIGEST_BYTES, digest
+from zckpt.format.dtypes import DTYPE_IDS
 from zckpt.format.grids import packed_sections
 from zckpt.format.index import IndexWriter, Rows
 from zckpt.format.limits import MANY_PIECES_MAX
@@ -274,9 +275,12 @@ def _pieces_of_chunk(placed: Sequence[tuple[_FilePieces, Ints | None, Sequence[i
         np.repeat([getattr(file, column) for file, *_ in chosen], [count for *_, count in chosen])
         for column in ("rank", "tier")
     )
-    together = (name, kind, start, numel, copy, offset, block, rank, tier)
+    together = [name, kind, start, numel, copy, offset, block, rank, tier]
     order = np.lexsort((start, copy, name))
-    return [column[order] for column in together]
+    del name, kind, start, numel, copy, offset, block, rank, tier
+    for number, column in enumerate(together):  # so that few columns are in memory in both orders
+        together[number] = column[order]
+    return together
 
 
 def _rows(part: str, columns: Sequence[Ints], numbered: _Numbered) -> Rows:
@@ -388,14 +392,13 @@ def _encoded(rank_records: Sequence[RankRecord], save_id: str, metadata: SaveMet
         if identity not in different:
             name, kind, count = _rows_of_part(of_part, len(numbered.names))
             layout_id = writer.add(_chunks(part, of_part, name, count, numbered))
-            row_kinds = kind.tolist()
-            of_kind = {
-                number: (shapes.setdefault(shape, len(shapes)), dtype, grids.setdefault(sections, len(grids)))
-                for number in dict.fromkeys(row_kinds)
-                for shape, dtype, sections in [kinds[number]]
-            }
-            columns = zip(*map(of_kind.__getitem__, row_kinds), strict=True)
-            different[identity] = Part(part, layout_id, tuple(name.tolist()), *columns)
+            shape_ids, dtype_ids, grid_ids = np.zeros((3, len(kinds)), np.int64)
+            for number in dict.fromkeys(kind.tolist()):
+                shape, dtype, sections = kinds[number]
+                shape_ids[number], dtype_ids[number] = shapes.setdefault(shape, len(shapes)), DTYPE_IDS[dtype]
+                grid_ids[number] = grids.setdefault(sections, len(grids))
+            columns = (shape_ids[kind], dtype_ids[kind].astype(np.uint8), grid_ids[kind])
+            different[identity] = Part(part, layout_id, name, *columns)
         manifest_parts.append(replace(different[identity], name=part))
     manifest = Manifest(
         save_id=save_id,
@@ -434,7 +437,7 @@ def run_id_of(manifest: Manifest) -> str:
         (manifest.names[name_id], manifest.shapes[shape_id])
         for part in manifest.parts
         if part.name in (MASTER, PARAM)
-        for name_id, shape_id in zip(part.name_ids, part.shape_ids, strict=True)
+        for name_id, shape_id in zip(part.name_ids.tolist(), part.shape_ids.tolist(), strict=True)
     )
 
 

@@ -50,6 +50,15 @@ def free_bytes(path: str) -> int | None:
     return usage.free if usage.total else None
 
 
+def read_bytes_at(fd: int, nbytes: int, offset: int) -> bytes:
+    """Returns up to ``nbytes`` bytes from byte ``offset`` on. They are none only at the end of the file. No other
+    thread may use ``fd`` during the call, because its position may change."""
+    if linux.HAS_POSITIONAL_IO:
+        return os.pread(fd, nbytes, offset)
+    os.lseek(fd, offset, os.SEEK_SET)
+    return os.read(fd, nbytes)
+
+
 def read_at(fd: int, views: Sequence[Bytes | memoryview], offset: int) -> int:
     """Reads from byte ``offset`` into ``views``, one after the other. Returns the number of bytes read. It may be
     smaller than asked for, and is 0 only at the end of the file. No other thread may use ``fd`` during the call,

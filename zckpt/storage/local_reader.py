@@ -12,15 +12,13 @@ from collections import OrderedDict, deque
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from zckpt.errors import StorageError, from_os_error
 from zckpt.format.rules import broken
 from zckpt.progress import logger
 from zckpt.storage import gpudirect
 from zckpt.storage.buffers import after
 from zckpt.storage.contract import IOCount
-from zckpt.storage.files import BINARY, is_impossible_name, is_link, is_refused, read_at
+from zckpt.storage.files import BINARY, is_impossible_name, is_link, is_refused, read_at, read_bytes_at
 from zckpt.system import linux
 
 if TYPE_CHECKING:
@@ -65,11 +63,18 @@ class LocalReader:
         return self
 
     def read(self, path: str, offset: int, nbytes: int) -> bytes:
+        parts: list[bytes] = []
+        start, stop = offset, offset + nbytes
         with self.file(path) as fd:
-            buffer = np.empty(min(nbytes, max(os.fstat(fd).st_size - offset, 0)), np.uint8)
-            filled, reads = self._fill(fd, [buffer], offset, path)
-        self.count.add(reads=reads, metadata_bytes=filled)
-        return buffer[:filled].tobytes()
+            stop = min(stop, os.fstat(fd).st_size)
+            try:
+                while start < stop and (part := read_bytes_at(fd, stop - start, start)):
+                    parts.append(part)
+                    start += len(part)
+            except OSError as error:
+                raise from_os_error(error, "read", self._full(path), start, stop) from error
+        self.count.add(reads=len(parts), metadata_bytes=start - offset)
+        return b"".join(parts)  # This makes no copy of a single part.
 
     def size(self, path: str) -> int:
         with self.file(path) as fd:

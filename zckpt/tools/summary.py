@@ -20,7 +20,7 @@ from zckpt.checkpoint.listing.runs import (
 )
 from zckpt.errors import FormatError, StorageError, ZckptError
 from zckpt.format import names
-from zckpt.format.dtypes import ITEM_BYTES, TORCH_NAMES
+from zckpt.format.dtypes import DTYPES, ITEM_BYTES, TORCH_NAMES
 from zckpt.plan.inventory import STATE
 from zckpt.storage.lock import is_alive, is_lock, read_lock, who
 from zckpt.storage.process_names import left_over
@@ -172,9 +172,10 @@ def _begun(store: Store, path: str, contents: Contents | None, problem: str | No
 
 
 def _part(manifest: Manifest, part: Part) -> PartSummary:
-    numels = [math.prod(manifest.shapes[shape]) for shape in part.shape_ids]
+    numels = [math.prod(manifest.shapes[shape]) for shape in part.shape_ids.tolist()]
     nbytes: dict[str, int] = {}
-    for numel, dtype in zip(numels, part.dtypes, strict=True):
+    for numel, dtype_id in zip(numels, part.dtype_ids.tolist(), strict=True):
+        dtype = DTYPES[dtype_id]
         nbytes[dtype] = nbytes.get(dtype, 0) + numel * ITEM_BYTES[dtype]
     dtypes = sorted(nbytes, key=lambda dtype: -nbytes[dtype])
     return PartSummary(

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 import threading
-from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +21,7 @@ from zckpt.format import data_file as data_file_format
 from zckpt.format import index as index_format
 from zckpt.format import names, tree
 from zckpt.format.digest import DIGEST_BYTES, ReadFile, blocks, check_block, digest
-from zckpt.format.dtypes import ITEM_BYTES
+from zckpt.format.dtypes import DTYPES, ITEM_BYTES
 from zckpt.format.limits import DIGEST_TABLE_BYTES_MAX, NAMES_MAX, TREE_BYTES_MAX
 from zckpt.format.names import Tier
 from zckpt.format.rules import broken
@@ -105,15 +104,15 @@ class Contents(Mapping[str, TensorInfo]):
     def __iter__(self) -> Iterator[str]:
         for part in self.manifest.parts:
             if part.name != STATE:
-                for name in part.name_ids:
+                for name in part.name_ids.tolist():
                     yield f"{part.name}/{self.manifest.names[name]}"
 
-    def of_part(self, part: str) -> Iterator[TensorInfo]:
-        """Yields the tensors of a part, of which there are none if the checkpoint does not have it. It looks for no
+    def of_part(self, part: str) -> Tensors:
+        """Returns the tensors of a part, of which there are none if the checkpoint does not have it. It looks for no
         name, which takes most of the time that it takes to find a key."""
-        part_id = self.manifest.part_ids.get(part)
-        if part_id is not None:
-            yield from (self._info(part_id, row) for row in range(len(self.manifest.parts[part_id].name_ids)))
+        part_id = self.manifest.part_ids.get(part, -1)
+        rows = np.arange(0 if part_id < 0 else len(self.manifest.parts[part_id].name_ids))
+        return Tensors(self, np.full(len(rows), part_id), rows)
 
     def __len__(self) -> int:
         return sum(len(part.name_ids) for part in self.manifest.parts if part.name != STATE)
@@ -221,15 +220,25 @@ class Contents(Mapping[str, TensorInfo]):
         if part_id is None or name_id is None:
             return None
         ids = self.manifest.parts[part_id].name_ids
-        row = bisect_left(ids, name_id)
-        return (part_id, row) if row < len(ids) and ids[row] == name_id else None
+        if name_id < len(ids) and ids.item(name_id) == name_id:  # The part has all names up to this one.
+            return part_id, name_id
+        row = int(ids.searchsorted(name_id))
+        return (part_id, row) if row < len(ids) and ids.item(row) == name_id else None
 
     def _info(self, part_id: int, row: int) -> TensorInfo:
         part = self.manifest.parts[part_id]
-        name, shape = self.manifest.names[part.name_ids[row]], self.manifest.shapes[part.shape_ids[row]]
-        dtype = part.dtypes[row]
+        ids = part.name_ids.item(row), part.shape_ids.item(row), part.dtype_ids.item(row)
+        return self._info_of(part_id, row, *ids)
+
+    def _info_of(self, part_id: int, row: int, name_id: int, shape_id: int, dtype_id: int) -> TensorInfo:
+        part, name, shape = (
+            self.manifest.parts[part_id].name,
+            self.manifest.names[name_id],
+            self.manifest.shapes[shape_id],
+        )
+        dtype = DTYPES[dtype_id]
         nbytes = math.prod(shape) * ITEM_BYTES[dtype]
-        return TensorInfo(f"{part.name}/{name}", part.name, name, dtype, shape, nbytes, (part_id, row), self)
+        return TensorInfo(f"{part}/{name}", part, name, dtype, shape, nbytes, (part_id, row), self)
 
     def pieces(self, info: TensorInfo) -> Iterator[Piece]:
         """Yields the pieces of one tensor as the index records them, copy by copy, in the order of their elements."""
@@ -415,7 +424,7 @@ class Contents(Mapping[str, TensorInfo]):
         rank that holds it."""
         manifest = self.manifest
         layout = index_format.take(self.chunk(number), rows - manifest.chunks[number].first_row)
-        numel = manifest.numel(part_id)[rows]
+        numel = manifest.numel[manifest.parts[part_id].shape_ids[rows]]
         start, copy = index_format.starts_and_copies(layout, numel)
         row, _ = ragged(layout.count)
         file = manifest.file_numbers(layout.rank, part_id, layout.tier)
@@ -431,14 +440,13 @@ class Contents(Mapping[str, TensorInfo]):
         """Yields the pieces of some rows of each part, as many at a time as a chunk of the index has. ``rows``: those
         of each part, ascending."""
         for part_id, (part, part_rows) in enumerate(zip(self.manifest.parts, rows, strict=True)):
-            item = np.array([ITEM_BYTES[dtype] for dtype in part.dtypes], np.int64)
             chunks = self._chunks_of(np.full(len(part_rows), part_id), part_rows)
             for number in np.unique(chunks).tolist():
                 in_chunk = part_rows[chunks == number]
                 pieces, copy, _ = self.pieces_of_rows(part_id, number, in_chunk)
                 row = in_chunk[pieces.tensor]
                 places = (np.full_like(row, part_id), pieces.file, pieces.offset, pieces.block, copy)
-                yield FilePieces(row, pieces.start, pieces.stop, *places, pieces.numel * item[row])
+                yield FilePieces(row, pieces.start, pieces.stop, *places, pieces.numel * part.item_bytes[row])
 
     def pieces_of_ranks(self, rows: Sequence[Ints], ranks: Sequence[int]) -> Iterator[tuple[int, FilePieces]]:
         """Yields each of ``ranks``, which are ascending, with the pieces of some rows that are in its files, in the

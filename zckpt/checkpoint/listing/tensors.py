@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, overload
 
 import numpy as np
 
-from zckpt.format.dtypes import ITEM_BYTES, TORCH_NAMES
+from zckpt.format.dtypes import DTYPES, ITEM_BYTES, ITEM_BYTES_BY_ID, TORCH_NAMES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -127,7 +126,8 @@ class Tensors(Sequence[TensorInfo]):
         return len(self.row)
 
     def __iter__(self) -> Iterator[TensorInfo]:
-        return map(self._contents._info, self.part_id.tolist(), self.row.tolist())
+        columns = (self.part_id, self.row, *map(self._column, ("name_ids", "shape_ids", "dtype_ids")))
+        return map(self._contents._info_of, *(column.tolist() for column in columns))
 
     @overload
     def __getitem__(self, i: int) -> TensorInfo: ...
@@ -146,42 +146,45 @@ class Tensors(Sequence[TensorInfo]):
     def keys(self) -> list[str]:
         """The key of each tensor. A tied weight has the one under which it is stored."""
         prefixes, names = [f"{part.name}/" for part in self._manifest.parts], self._manifest.names
-        ids = self._column("name_ids")
+        ids = self._column("name_ids").tolist()
         return [prefixes[part] + names[name] for part, name in zip(self.part_id.tolist(), ids, strict=True)]
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
         """The shape of each tensor."""
-        return [*map(self._manifest.shapes.__getitem__, self._column("shape_ids"))]
+        return [*map(self._manifest.shapes.__getitem__, self._column("shape_ids").tolist())]
 
     @property
     def grids(self) -> list[Grid]:
         """The grid of each tensor. Tensors with the same one share one object."""
-        return [*map(self._manifest.grid_of, self._column("shape_ids"), self._column("grid_ids"))]
+        return [*map(self._manifest.grid_of, *(self._column(name).tolist() for name in ("shape_ids", "grid_ids")))]
 
     @property
     def dtypes(self) -> list[torch.dtype]:
         """The dtype of each tensor. Reading this attribute imports torch."""
-        return [*map(_torch_dtype, self._column("dtypes"))]
+        return [_torch_dtype(DTYPES[dtype_id]) for dtype_id in self._column("dtype_ids").tolist()]
 
     @property
     def item_bytes(self) -> Ints:
         """For each tensor, the size of an element in bytes."""
-        return np.array([*map(ITEM_BYTES.__getitem__, self._column("dtypes"))], np.int64)
+        return ITEM_BYTES_BY_ID[self._column("dtype_ids")]
 
     @property
     def nbytes(self) -> Ints:
         """For each tensor, the size of one whole copy in bytes."""
-        return np.array([*map(math.prod, self.shapes)], np.int64) * self.item_bytes
+        return self._manifest.numel[self._column("shape_ids")] * self.item_bytes
 
     @property
     def _manifest(self) -> Manifest:
         return self._contents.manifest
 
-    def _column(self, name: str) -> list[Any]:
+    def _column(self, name: str) -> Ints:
         """Returns what a column of the parts has for each tensor."""
-        columns = [getattr(part, name) for part in self._manifest.parts]
-        return [columns[part][row] for part, row in zip(self.part_id.tolist(), self.row.tolist(), strict=True)]
+        column = np.empty(len(self), np.int64)
+        for part_id in np.unique(self.part_id).tolist():
+            of_part = self.part_id == part_id
+            column[of_part] = getattr(self._manifest.parts[part_id], name)[self.row[of_part]]
+        return column
 
 
 @cache

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -11,6 +10,7 @@ import numpy as np
 from zckpt.checkpoint.copying.files import Copied, RankFiles, source_of
 from zckpt.format import names, tree
 from zckpt.format.digest import DIGEST_BYTES, block_count, blocks, digest
+from zckpt.format.dtypes import DTYPES
 from zckpt.format.index import check_claims
 from zckpt.geometry import Span
 from zckpt.plan import catalog
@@ -36,14 +36,11 @@ class SelectedTensors(Copied):
         """Selects the tensors with these keys, and all tensors to which the trees of state refer. Raises FormatError
         (I002 to I007, T001 to T004) and StateError (T004)."""
         manifest = contents.manifest
-        rows_of_part: dict[int, set[int]] = {part: set() for part in range(len(manifest.parts))}
-        for info in (contents[key] for key in keys):
-            part_id = manifest.part_ids[info.part]
-            rows_of_part[part_id].add(bisect_left(manifest.parts[part_id].name_ids, manifest.name_ids[info.name]))
-        if STATE in manifest.part_ids:
-            part_id = manifest.part_ids[STATE]
-            rows_of_part[part_id] = set(range(len(manifest.parts[part_id].name_ids)))
-        rows = [np.array(sorted(of_part), np.int64) for of_part in rows_of_part.values()]
+        tensors = contents.named(keys)
+        rows = [
+            np.arange(len(part.name_ids)) if part.name == STATE else np.unique(tensors.row[tensors.part_id == part_id])
+            for part_id, part in enumerate(manifest.parts)
+        ]
         numbers: set[int] = set()
 
         def claims() -> Iterator[tuple[Ints, Ints]]:
@@ -103,7 +100,7 @@ class SelectedTensors(Copied):
             data = FileRange(paths[number], file.data_start + offset, nbytes)
             name = manifest.names[part.name_ids[row]]
             span = Span(manifest.grid(part_id, row), start, stop)
-            fragments.append(Fragment(part.name, name, part.dtypes[row], span, file.tier, copy, data))
+            fragments.append(Fragment(part.name, name, DTYPES[part.dtype_ids[row]], span, file.tier, copy, data))
         return fragments
 
 
@@ -122,10 +119,10 @@ def _state(contents: Contents, rows: Sequence[Ints]) -> bytes:
     tensors in each part. The tree lists an optimizer state as left out if the copy has the weight of a parameter but
     lacks this state of it, and the source has it."""
     parts = contents.manifest.parts
-    copied = {part.name: {part.name_ids[row] for row in of_part} for part, of_part in zip(parts, rows, strict=True)}
+    copied = {part.name: {*part.name_ids[of_part].tolist()} for part, of_part in zip(parts, rows, strict=True)}
     weights = copied.get(MASTER, set())
     moments = [part for part in parts if part.name not in RESERVED_PARTS]
-    left_out = [part.name for part in moments if weights.intersection(part.name_ids) - copied[part.name]]
+    left_out = [part.name for part in moments if weights.intersection(part.name_ids.tolist()) - copied[part.name]]
     if not contents.plain_state:
         return contents.manifest.state
     root = tree.unpack(contents.manifest.state, _Reference, names.MANIFEST)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from zckpt.errors import FormatError
 from zckpt.format.data_file import decode_header
 from zckpt.format.digest import DIGEST_BYTES, blocks, check_block
-from zckpt.format.dtypes import ITEM_BYTES
+from zckpt.format.dtypes import DTYPES, ITEM_BYTES
 from zckpt.format.names import digests_path, piece_name, split_piece_name
 from zckpt.format.rules import broken
 from zckpt.geometry import Span
@@ -111,7 +111,7 @@ def _listed(pieces: FilePieces, number: int, manifest: Manifest) -> Iterator[_Pi
     columns = (pieces.tensor, pieces.start, pieces.stop, pieces.offset, pieces.block)
     for row, start, stop, offset, block in zip(*(column.tolist() for column in columns), strict=True):
         grid, name = manifest.grid(part_id, row), manifest.names[part.name_ids[row]]
-        yield piece_name(name, Span(grid, start, stop)), part.dtypes[row], grid, offset, block
+        yield piece_name(name, Span(grid, start, stop)), DTYPES[part.dtype_ids[row]], grid, offset, block
 
 
 def _check_table(

@@ -12,6 +12,7 @@ import msgpack
 import numpy as np
 import torch
 
+from zckpt.format.dtypes import DTYPES
 from zckpt.plan.inventory import MASTER, PARAM, STATE
 from zckpt.tools.validating.report import Observation
 from zckpt.transfer.torch_dtypes import TORCH_DTYPES
@@ -101,7 +102,7 @@ def derived_weights(contents: Contents) -> dict[str, str]:
         for row, numel in enumerate(numels.tolist() if part.name in found else ()):
             grid = manifest.grid(part_id, row)
             if numel == grid.numel:
-                found[part.name][manifest.names[part.name_ids[row]]] = part.dtypes[row], grid
+                found[part.name][manifest.names[part.name_ids[row]]] = DTYPES[part.dtype_ids[row]], grid
     return {
         name: dtype
         for name, (dtype, grid) in found[PARAM].items()
