@@ -415,11 +415,11 @@ def _fill(plan: RestorePlan, rank: int | None, request: Request) -> None:
     ):
         for batch in batches:
             check_fragments(batch.urgent + batch.others)
-            urgent, others = (list(_requests(fragments, sources)) for fragments in (batch.urgent, batch.others))
+            urgent = sum(fragment.name in sources.get(fragment.part, ()) for fragment in batch.urgent)
             with beside(batch.after_urgent, "zckpt-derive") as after_urgent:
                 checkpoint.read(
-                    urgent + others, rank=rank, verify=request.verify, advance=advance, staging=staging,
-                    urgent=len(urgent), after_urgent=after_urgent,
+                    _requests(batch.urgent + batch.others, sources), rank=rank, verify=request.verify, advance=advance,
+                    staging=staging, urgent=urgent, after_urgent=after_urgent,
                 )  # fmt: skip
 
 

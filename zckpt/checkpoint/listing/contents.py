@@ -238,7 +238,7 @@ class Contents(Mapping[str, TensorInfo]):
         )
         dtype = DTYPES[dtype_id]
         nbytes = math.prod(shape) * ITEM_BYTES[dtype]
-        return TensorInfo(f"{part}/{name}", part, name, dtype, shape, nbytes, (part_id, row), self)
+        return TensorInfo(part, name, dtype, shape, nbytes, part_id, row, self)
 
     def pieces(self, info: TensorInfo) -> Iterator[Piece]:
         """Yields the pieces of one tensor as the index records them, copy by copy, in the order of their elements."""
@@ -382,10 +382,6 @@ class Contents(Mapping[str, TensorInfo]):
         """Returns the grid of a tensor. Its pieces are in the order of this grid."""
         return self.manifest.grid(*info._place)
 
-    def grids(self, infos: Iterable[TensorInfo]) -> list[Grid]:
-        """Returns the grid of each tensor."""
-        return self.tensors(infos).grids
-
     def stored(self, infos: Sequence[TensorInfo], copies: CopyNumbers, rank: int | None) -> StoredPieces:
         """Returns the pieces of one copy of each tensor: the copy that ``copies`` names, or, where that is None, the
         one that suits ``rank`` best."""
@@ -468,7 +464,7 @@ class Contents(Mapping[str, TensorInfo]):
         self,
         infos: Iterable[TensorInfo],
         unmeasured_bytes: int = 0,
-        bounds: Mapping[str, tuple[int, int]] | None = None,
+        bounds: NDArray[np.int64] | None = None,
     ) -> Ints:
         """Checks the data files that have pieces of ``infos``. Raises FormatError (F001 to F003) unless they exist and
         are as long as the manifest says, and (I007) if these pieces together have more bytes than the data of a file.
@@ -477,14 +473,17 @@ class Contents(Mapping[str, TensorInfo]):
         A caller that reads these tensors may have ``unmeasured_bytes`` in memory before the lengths of the files are
         known. If the tensors have no more bytes, and a request to the store takes long, then the lengths are left to
         ``checks_beside``, which the caller calls while it reads. If the caller reads only parts of the tensors,
-        ``bounds`` has the first element of each tensor that is read, and the one after the last, by key. Then only the
-        lengths of the files with these elements are checked."""
+        ``bounds`` has a row for each of ``infos``, with the first element that is read and the one after the last. Then
+        only the lengths of the files with these elements, and with those between them, are checked."""
         tensors = self.tensors(infos)
         # A tensor may be given under several keys.
         place = tensors.part_id * NAMES_MAX + tensors.row
         _, first, number = np.unique(place, return_index=True, return_inverse=True)
         distinct = tensors.take(first)
-        read = None if bounds is None else np.array([bounds[key] for key in distinct.keys], np.int64).reshape(-1, 2)
+        read = None if bounds is None else bounds[first]
+        if bounds is not None and read is not None:
+            np.minimum.at(read[:, 0], number, bounds[:, 0])
+            np.maximum.at(read[:, 1], number, bounds[:, 1])
         return self.check_copies(distinct, np.full(len(distinct), -1), unmeasured_bytes, read)[number]
 
     def check_copies(

@@ -67,8 +67,6 @@ class TensorInfo:
     """One tensor of a checkpoint: its key, dtype, shape and size in bytes (``nbytes``). ``ranks``, ``files`` and
     ``pieces`` say where it is stored."""
 
-    key: str
-    """The key of the tensor: ``<part>/<parameter name>``."""
     part: str
     """The part of the state that the tensor belongs to, such as ``"master"`` or ``"exp_avg"``."""
     name: str
@@ -79,9 +77,20 @@ class TensorInfo:
     """The shape of the whole tensor."""
     nbytes: int
     """The size of one whole copy of the tensor in bytes."""
-    _place: tuple[int, int] = field(repr=False)
-    """The position of the tensor's part in the manifest, and the tensor's row in that part."""
+    _part_id: int = field(repr=False)
+    """The position of the tensor's part in the manifest."""
+    _row: int = field(repr=False)
+    """The tensor's row in that part."""
     _contents: Contents = field(repr=False, compare=False)
+
+    @property
+    def key(self) -> str:
+        """The key of the tensor: ``<part>/<parameter name>``."""
+        return f"{self.part}/{self.name}"
+
+    @property
+    def _place(self) -> tuple[int, int]:
+        return self._part_id, self._row
 
     @property
     def dtype(self) -> torch.dtype:

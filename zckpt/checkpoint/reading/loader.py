@@ -210,7 +210,7 @@ class Loader:
     @without_collector
     def read(
         self,
-        requests: Sequence[ReadRequest],
+        requests: Iterable[ReadRequest],
         *,
         rank: int | None = None,
         verify: bool | None = None,
@@ -232,21 +232,23 @@ class Loader:
         targets of all urgent requests are filled. It may be called in any of the threads that do the work, and delays
         this thread, so it should return soon.
         """
-        for request in requests:
-            if request.target.is_meta:
-                advance(request.info.nbytes)
-        urgent = sum(not request.target.is_meta for request in requests[:urgent])
-        requests = [request for request in requests if not request.target.is_meta]
-        staging = staging or self.staging(devices_of(request.target for request in requests))
-        if not urgent:
+        infos, spans, targets, copies = list[TensorInfo](), list[Span](), list[torch.Tensor](), list[int]()
+        urgent_read = 0
+        for number, (info, span, target, copy) in enumerate(requests):  # There may be very many, so none is kept.
+            if target.is_meta:
+                advance(info.nbytes)
+                continue
+            urgent_read += number < urgent
+            infos.append(info)
+            spans.append(span)
+            targets.append(target)
+            copies.append(-1 if copy is None else copy)
+        staging = staging or self.staging(devices_of(targets))
+        if not urgent_read:
             after_urgent()
-        wanted = _Wanted(
-            self.contents.tensors(request.info for request in requests),
-            [request.span for request in requests],
-            np.array([-1 if request.copy is None else request.copy for request in requests], np.int64),
-            [request.target for request in requests].__getitem__,
-        )
-        self._read(wanted, rank, verify, advance, staging, urgent, after_urgent)
+        wanted = _Wanted(self.contents.tensors(infos), spans, np.array(copies, np.int64), targets.__getitem__)
+        del infos, copies
+        self._read(wanted, rank, verify, advance, staging, urgent_read, after_urgent)
 
     def _read(
         self,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from zckpt.checkpoint.reading.state_dict import paths_of
 from zckpt.checkpoint.restoring.matching import Match, match
 from zckpt.checkpoint.restoring.mismatch import (
@@ -172,16 +174,12 @@ def _check_sizes(checkpoint: Loader, matched: Match) -> None:
     """Checks the lengths of the files that this rank reads. A thousand ranks have thousands of files, so not every rank
     can look at all of them."""
     read = [f for f in matched.filled if f.span.numel and f.name in matched.sources.get(f.part, ())]
-    infos = [matched.sources[f.part][f.name] for f in read]
-    bounds: dict[str, tuple[int, int]] = {}
-    for f, info, stored in zip(read, infos, checkpoint.contents.grids(infos), strict=True):
+    tensors = checkpoint.contents.tensors(matched.sources[f.part][f.name] for f in read)
+    bounds = np.empty((len(read), 2), np.int64)
+    for number, (f, stored) in enumerate(zip(read, tensors.grids, strict=True)):
         grid, start, stop = f.span
-        if not same_order(grid, stored):
-            start, stop = 0, grid.numel
-        if info.key in bounds:
-            start, stop = min(bounds[info.key][0], start), max(bounds[info.key][1], stop)
-        bounds[info.key] = start, stop
-    checkpoint.contents.check_sizes(infos, bounds=bounds)
+        bounds[number] = (start, stop) if same_order(grid, stored) else (0, grid.numel)
+    checkpoint.contents.check_sizes(tensors, bounds=bounds)
 
 
 def _has_optimizer(paths: Iterable[Sequence[object]]) -> bool:
