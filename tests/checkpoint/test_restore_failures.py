@@ -25,26 +25,26 @@ if TYPE_CHECKING:
 
     from tests.support.cluster import Cluster
 
-ENGINES = "zckpt.engines"
-DEEPSPEED = f"{ENGINES}.deepspeed"
+ADAPTERS = "zckpt.adapters"
+DEEPSPEED = f"{ADAPTERS}.deepspeed"
 POINTS = (
     "zckpt.checkpoint.restoring.machines.find_and_open",
     "zckpt.checkpoint.reading.loader.Loader.read",
     "zckpt.checkpoint.reading.loader.Loader.rank_state",
-    f"{ENGINES}.module_restoring.set_in_place",
-    f"{ENGINES}.module_restoring.rng.restore",
+    f"{ADAPTERS}.module_restoring.set_in_place",
+    f"{ADAPTERS}.module_restoring.rng.restore",
     f"{DEEPSPEED}.restoring.rng.to_tensor",
     f"{DEEPSPEED}.restoring.cpu_adam.replay",
     f"{DEEPSPEED}.restoring.scaler.restore",
-    f"{ENGINES}.optimizer.OptimizerRestoring.problems",
-    f"{ENGINES}.optimizer.OptimizerRestoring.restore",
-    f"{ENGINES}.optimizer.restoring.placed",
+    f"{ADAPTERS}.optimizer.OptimizerRestoring.problems",
+    f"{ADAPTERS}.optimizer.OptimizerRestoring.restore",
+    f"{ADAPTERS}.optimizer.restoring.placed",
     f"{DEEPSPEED}.adapter.DeepSpeedAdapter.wanted",
     f"{DEEPSPEED}.adapter.DeepSpeedAdapter.restoring",
     f"{DEEPSPEED}.restoring.DeepSpeedRestoring.fill",
-    f"{ENGINES}.module_restoring.SavedScheduler.take_steps",
-    f"{ENGINES}.module_restoring.SavedScheduler.restore",
-    f"{ENGINES}.replicas.gathering",
+    f"{ADAPTERS}.module_restoring.SavedScheduler.take_steps",
+    f"{ADAPTERS}.module_restoring.SavedScheduler.restore",
+    f"{ADAPTERS}.replicas.gathering",
     f"{DEEPSPEED}.zero12.Zero12.before_restore",
     f"{DEEPSPEED}.zero12.Zero12.after_masters",
     f"{DEEPSPEED}.zero12.Zero12.after_fill",
@@ -53,7 +53,7 @@ POINTS = (
     f"{DEEPSPEED}.zero3.Zero3.before_restore",
     f"{DEEPSPEED}.zero3.Zero3._derive_weights",
     f"{DEEPSPEED}.zero3.Zero3.after_masters",
-    f"{ENGINES}.unwrapped.Unwrapped.after_fill",
+    f"{ADAPTERS}.unwrapped.Unwrapped.after_fill",
     f"{DEEPSPEED}.stage0.PerParameter.after_fill",
 )
 """The functions that a rank calls in a restore and that can fail on one rank alone."""
