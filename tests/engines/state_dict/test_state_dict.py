@@ -324,3 +324,36 @@ def test_ranks_with_other_paths(cluster: Cluster, tmp_path: Path) -> None:
     for message in cluster.run(fail_on_one_rank, 2, str(tmp_path / "c")):
         assert "the ranks have different paths" in message
         assert message.endswith("make a path with the time or the process id in it on rank 0, and broadcast it")
+
+
+@pytest.mark.parametrize("kind", ["expanded", "strided", "tied", "overlapping"])
+def test_no_place_in_memory_gets_several_values(tmp_path: Path, kind: str) -> None:
+    """Values would be lost without an error, or digests would not fit."""
+    saved = {"a": torch.arange(12.0).view(4, 3), "b": torch.arange(20.0, 32).view(4, 3)}
+    zckpt.write_state_dict(saved, tmp_path / "c")
+    memory = torch.full((20,), -1.0)
+    targets = {
+        "expanded": {"a": memory[:3].expand(4, 3)},
+        "strided": {"a": memory.as_strided((4, 3), (1, 1))},
+        "tied": {"a": memory[:12].view(4, 3), "b": memory[:12].view(4, 3)},
+        "overlapping": {"b": memory[6:18].view(4, 3), "a": memory[:12].view(4, 3)},
+    }[kind]
+    checkpoint = zckpt.open(tmp_path / "c")
+    with pytest.raises(zckpt.MismatchError, match=r"share(s)? memory.*key param/a"):
+        checkpoint.load_into(targets)
+    if kind in ("tied", "overlapping"):
+        with pytest.raises(zckpt.MismatchError, match="shares memory with param/b"):
+            checkpoint.load(out={f"param/{name}": target for name, target in targets.items()})
+    assert (memory == -1).all()
+
+
+def test_views_of_one_memory_and_tied_names_are_loaded(tmp_path: Path) -> None:
+    a, b = torch.arange(12.0).view(4, 3), torch.arange(20.0, 32).view(4, 3)
+    zckpt.write_state_dict({"a": a, "b": b}, tmp_path / "two")
+    columns = torch.zeros(4, 6)
+    zckpt.open(tmp_path / "two").load_into({"a": columns[:, :3], "b": columns[:, 3:]})
+    assert torch.equal(columns, torch.cat([a, b], 1))
+    zckpt.write_state_dict({"a": a, "b": a}, tmp_path / "tied")
+    tied = torch.zeros(4, 3)
+    zckpt.open(tmp_path / "tied").load_into({"a": tied, "b": tied})
+    assert torch.equal(tied, a)

@@ -12,8 +12,7 @@ import numpy as np
 import torch
 
 from zckpt.checkpoint.listing.tensors import TensorInfo
-from zckpt.checkpoint.reading.targets import check_casts, empty_tensors
-from zckpt.engines.tensors import set_in_place
+from zckpt.checkpoint.reading.targets import check_casts, empty_tensors, refuse_overlaps
 from zckpt.errors import FormatError
 from zckpt.format import names, tree
 from zckpt.geometry import Span, all_of, same_order
@@ -198,14 +197,15 @@ class Loader:
         advance: Callable[[int], None] = lambda nbytes: None,
     ) -> None:
         """Fills the target of every request, as ``read`` does. The elements of a target need not lie in order. Such a
-        target is read into memory of its own first, one at a time."""
+        target is read into memory of its own first, one at a time. Raises MismatchError if targets share memory."""
+        refuse_overlaps((request.info.key, request.target) for request in requests)
         in_order = [each for each in requests if lies_in_order(each.target)]
         self.read(in_order, rank=rank, verify=verify, advance=advance)
         for request in requests:
             if not lies_in_order(request.target):
                 values = fresh_tensor(request.target.shape, request.target.dtype, request.target.device)
                 self.read([request._replace(target=values)], rank=rank, verify=verify, advance=advance)
-                set_in_place(request.target, values)
+                request.target.copy_(values)
 
     @without_collector
     def read(
@@ -367,6 +367,8 @@ class Loader:
         targets = {number: existing[name] for number, name in enumerate(names) if name in existing}
         casts = [None if dtypes is None or number in targets else dtypes[number] for number in range(len(names))]
         check_casts(tensors, casts)
+        keys = tensors.keys if targets else []
+        refuse_overlaps((keys[number], target) for number, target in targets.items())
         is_read = np.full(len(names), device.type != "meta")
         is_read[[*targets]] = [not target.is_meta for target in targets.values()]
         file_offsets = np.zeros(len(names), np.int64)
