@@ -471,7 +471,7 @@ def _version(value: object) -> tuple[int, int] | None:
 
 
 def _bad_shape(shape: object) -> tuple[int, ...]:
-    """Raises FormatError (M008) for what is no shape. It never returns."""
+    """Raises FormatError (M008) for a value that is not a shape. It never returns."""
     raise broken("M008", f"shape {reprlib.repr(shape)}", file=names.MANIFEST)
 
 
