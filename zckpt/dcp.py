@@ -170,7 +170,8 @@ class Writer(StorageWriter, AsyncStager):
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Writes and commits the checkpoint, together with the other ranks. What ``stage`` has begun is waited for."""
+        """Writes and commits the checkpoint, together with the other ranks. If ``stage`` has begun it, this only waits
+        for its end."""
         items = self._plan.items if getattr(self._plan, "usable", True) else _cached_items(planner)
         if self._staged:
             pending, names = self._staged.popleft()
@@ -356,7 +357,7 @@ def _contents(items: Iterable[WriteItem], planner: SavePlanner, ranks: int) -> H
         if item.type is WriteItemType.BYTE_IO:
             contents.add_value(name, path, _decoded(name, data))
         else:
-            contents.add_tensor(name, path, _held(item, data, live.get(name), ranks))
+            contents.add_tensor(path, _held(item, data, live.get(name), ranks))
     return contents
 
 

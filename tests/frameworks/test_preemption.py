@@ -406,7 +406,10 @@ for how in ("cancel", "end"):
         preemption.cancel()
     print(how, file=sys.stderr)
 """
-SAID = "zckpt: after the signal 15, no last checkpoint was written: no step of the optimizer has ended since"
+SAID = (
+    "zckpt: after the signal 15, no last checkpoint was written: the training has ended before the step after which "
+    "all ranks write it"
+)
 
 
 def test_a_signal_after_the_last_step_is_not_lost_without_a_word(tmp_path: Path) -> None:

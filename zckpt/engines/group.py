@@ -4,10 +4,12 @@ tensors. A job may train several models, so an engine need not have all ranks of
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-import torch.distributed as dist
+from typing import TYPE_CHECKING
 
 from zckpt.ranks.job import job
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,14 +32,12 @@ class RankGroup:
 def rank_group_of(handle: dist.ProcessGroup | None) -> RankGroup:
     """Returns the ranks of a process group. ``handle``: the process group, or None for all ranks of the job. Without a
     job of several ranks, there is only rank 0."""
-    own_job = job()
-    if own_job is None:
-        return RankGroup(None, 0, (0,))
-    ranks = own_job.members(handle)
-    return RankGroup(handle, ranks.index(own_job.rank), ranks)
+    own_job, ranks = job(), ranks_of(handle)
+    return RankGroup(None, 0, ranks) if own_job is None else RankGroup(handle, ranks.index(own_job.rank), ranks)
 
 
 def ranks_of(handle: dist.ProcessGroup | None) -> tuple[int, ...]:
     """Returns the numbers that the ranks of a process group have in the whole job. None stands for all ranks of the
-    job."""
-    return tuple(range(dist.get_world_size()) if handle is None else dist.get_process_group_ranks(handle))
+    job. Without a job of several ranks, there is only rank 0."""
+    own_job = job()
+    return (0,) if own_job is None else own_job.members(handle)

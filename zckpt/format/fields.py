@@ -37,7 +37,7 @@ def unpack_body(raw: memoryview) -> dict[Any, Any]:
 
 
 def _parts(raw: memoryview, containers: packed.Containers) -> list[Any] | None:
-    """Returns the parts, with columns where these are long, or None if the parts are too many."""
+    """Returns the parts, with their columns as arrays of numbers, or None if there are too many parts."""
     if not 0 <= packed.array_header(raw)[0] <= PARTS_MAX:
         return None
     columns = dict.fromkeys(("names", "shapes", "grids"), packed.integers) | {"dtypes": _dtype_ids}
@@ -82,7 +82,7 @@ class Fields:
         return value
 
     def map(self, name: str) -> Fields:
-        """Returns a map, whose own fields can be asked for."""
+        """Returns a map as ``Fields``."""
         return Fields(self._get(name, dict), name)
 
     def integer(self, name: str, low: int, high: int) -> int:
@@ -101,7 +101,7 @@ class Fields:
         """Returns what ``integers`` returns, as a column."""
         column = self.values.get(name)
         if not isinstance(column, np.ndarray):
-            values, column = self.array(name), np.array([-1])
+            values, column = self.array(name), np.array([-1])  # is refused below, unless the values are integers
             if {*map(type, values)} <= {int}:
                 with suppress(OverflowError):
                     column = np.fromiter(values, np.int64, len(values))

@@ -372,7 +372,8 @@ def decode(raw: bytes) -> Manifest:
     """Parses the bytes of ``manifest.msgpack`` and checks them. Raises FormatError (M001 to M015, N001 to N004,
     S003)."""
     if len(raw) > MANIFEST_BYTES_MAX:
-        raise broken("M004", f"it is {len(raw)} bytes long", file=names.MANIFEST)
+        # Readers read only one byte more than a manifest may have, so its length is not known here.
+        raise broken("M004", f"it is longer than {MANIFEST_BYTES_MAX} bytes", file=names.MANIFEST)
     version, packed_body = _open_envelope(raw)
     body = unpack_body(packed_body)
     get = Fields(body, "body")
@@ -470,7 +471,7 @@ def _version(value: object) -> tuple[int, int] | None:
 
 
 def _bad_shape(shape: object) -> tuple[int, ...]:
-    """Raises FormatError (M008) for what is no shape. It never returns."""
+    """Raises FormatError (M008) for a value that is not a shape. It never returns."""
     raise broken("M008", f"shape {reprlib.repr(shape)}", file=names.MANIFEST)
 
 

@@ -16,8 +16,7 @@ from zckpt.engines import adapt, group_of
 from zckpt.engines.hooks import after_calls
 from zckpt.engines.registered import with_registered
 from zckpt.errors import UnsupportedError, refuse_unknown, warn
-from zckpt.frameworks import fsdp_models, zero_to_fp32
-from zckpt.frameworks import patches as frameworks
+from zckpt.frameworks import fsdp_models, patches, zero_to_fp32
 from zckpt.frameworks.deepspeed_calls import load_checkpoint, save_checkpoint
 from zckpt.storage.schemes import open_store
 from zckpt.transfer.budget import flag
@@ -270,7 +269,7 @@ def attach_all(*, on_attach: Callable[[Any], None] | None = None, **options: Unp
     fsdp_models.enable(
         _write_options(**options), options.get("full_every") or 1, options.get("settings", "checkpoint"), on_attach
     )
-    frameworks.replace_functions()
+    patches.replace_functions()
     try:
         import deepspeed
     except ModuleNotFoundError as error:

@@ -66,8 +66,8 @@ class Preemption:
 
     def cancel(self) -> None:
         """Stops waiting for signals, and gives them back the handlers that they had before. No last checkpoint is
-        written any more. If a signal has come since the last step, rank 0 says so on stderr. Every rank has to call
-        this. It may be called several times."""
+        written any more. If a signal has reached rank 0, and the step at whose end the last checkpoint is written has
+        not come, rank 0 says so on stderr. Every rank has to call this. It may be called several times."""
         self._say_if_too_late()
         self._end_watch()
 
@@ -159,7 +159,9 @@ class Preemption:
     def _say_if_too_late(self) -> None:
         is_waited_for = self in _active and self._process == os.getpid() and not self._is_done
         if is_waited_for and self._last_step.reason is not None:
-            self._say("no last checkpoint was written: no step of the optimizer has ended since")
+            self._say(
+                "no last checkpoint was written: the training has ended before the step after which all ranks write it"
+            )
 
     def _say(self, what: str) -> None:
         if self._ranks.rank == 0:
@@ -200,8 +202,8 @@ def on_preemption(
     running in the background, the last checkpoint is written after it. If the process is killed before the last
     checkpoint is committed, the checkpoint before it is complete, and the next write removes the remains. If a rank has
     died, ``engine.step()`` raises RankError after some seconds, and no checkpoint is written. If the write fails,
-    ``engine.step()`` raises its error. If no step follows the signal, nothing is written, and the script goes on to its
-    end. Rank 0 then says so on stderr.
+    ``engine.step()`` raises its error. If the training ends before the step on which the ranks agree, nothing is
+    written, and the script goes on to its end. Rank 0 then says so on stderr, if it has heard of the signal.
 
     Args:
         engine: the engine that ``deepspeed.initialize`` has returned. In a loop of your own, without DeepSpeed, the

@@ -7,7 +7,6 @@ import os
 import posixpath
 import secrets
 import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from email.utils import parsedate_to_datetime
 from functools import cached_property, partial
@@ -269,8 +268,9 @@ class ObjectStore(Store):
             logger.debug("%s: %s", self.location, without_secrets(error))
             # Some servers refuse to remove many files at once, or a file that is not there.
             if REFUSED.search(without_secrets(error)):
-                with ThreadPoolExecutor(self.requests_in_flight) as pool:
-                    pool.map(partial(_quietly, delete), keys)
+                from zckpt.transfer.tasks import run_tasks  # imported late, because a store needs no torch
+
+                run_tasks([partial(_quietly, delete, key) for key in keys], self.requests_in_flight)
 
     def remove_if(self, path: str, data: bytes) -> bool:
         # A server removes without a condition. So the file is first replaced under the condition: only the process that

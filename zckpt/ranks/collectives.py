@@ -91,10 +91,10 @@ class Ranks:
 
     def part(self, numbers: Sequence[int]) -> Ranks:
         """Some of these ranks, among them this one, by their numbers in ascending order. This is called in an action of
-        a step of all ranks. The ranks of the part may do steps of their own in such an action. If one of these fails,
-        or if the action fails on any rank outside of them, all ranks that still wait in it leave it with an error. But
-        Ctrl-C comes only in their steps, or after them: the step of all ranks is not ``interruptible``, and the steps
-        of these ranks are."""
+        a step of all ranks. The ranks of the part may do steps of their own in such an action. If one of these steps
+        fails, or if any rank fails elsewhere in the action, all ranks that still wait in the action leave it with an
+        error. Ctrl-C is raised only in the steps of the part, or after the action: the step of all ranks is not
+        ``interruptible``, and the steps of the part are."""
         ranks = object.__new__(Ranks)
         members = tuple(self.members[number] for number in numbers)
         # If a rank is lost in a step of the part, its group is closed. The step around it still needs its group, so the

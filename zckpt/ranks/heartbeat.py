@@ -59,7 +59,7 @@ _STORE_IS_GONE = "has died, or the process that holds the job's store has died"
 _steps = 0
 
 _of_thread = threading.local()
-"""``acting`` has the groups of whose steps this thread is running the actions, the innermost last."""
+"""``acting`` has the groups in whose steps this thread is running an action, the innermost last."""
 
 
 def sign_of_life() -> None:
@@ -95,8 +95,8 @@ def meet(store: Store, channel: str, rank: int, members: Sequence[int], call: st
     All ranks call it.
 
     ``channel`` says what the group is for. ``members`` has the numbers of its ranks in the job. ``call`` is the
-    function that all of them have to call. If they meet inside of a step of other ranks, among which they all are, they
-    notice by the signs of life of those that a rank for which they wait has died, or has failed.
+    function that all of them have to call. If they meet inside of a step of a larger group, its signs of life tell
+    whether a rank for which they wait has died or has failed.
 
     Every rank stores a random number under its own key. The first rank removes these numbers and answers each rank by
     its number. A rank that gives up removes its own, or the first rank would take it for present the next time.

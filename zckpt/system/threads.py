@@ -176,8 +176,7 @@ def beside(action: Callable[[], None], name: str) -> Iterator[Callable[[], None]
     """Returns a context whose value is a function that starts a thread of this ``name``, which calls ``action``. If the
     system cannot start another thread, the function itself calls ``action``. The code in the context has to call this
     function exactly once, in any thread, unless it raises an error. The thread has ended at the end of the context. An
-    error of ``action`` is raised then, unless the context itself has raised an
-    error."""
+    error of ``action`` is raised then, unless the context itself has raised an error."""
     errors: list[BaseException] = []
 
     def run() -> None:

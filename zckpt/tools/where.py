@@ -70,7 +70,7 @@ class RankMemory:
     report it."""
 
     rank: int
-    """The rank."""
+    """The number of the rank."""
     resident_bytes: int | None
     """The number of bytes of memory that the process has, not only for the state."""
     available_bytes: int | None

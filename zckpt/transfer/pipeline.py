@@ -29,12 +29,13 @@ class Pipeline(Generic[Item]):
     The threads of the budget read and write. One further thread, the digest thread, does the step ``digest``, so that
     the other threads can keep the disk busy. They do this step too, but only if there is nothing to read or write.
 
-    An item is put as soon as it is digested, but as long as there are sources, one thread is left to read them. If all
-    threads put, the disk would have nothing to do once they are done, until they have read the next sources together.
-    Only if a caller waits for a snapshot, sources come first: as long as a buffer is free, the next source is read. The
-    sources of the first ``urgent`` items are read before all others. The snapshot is told when all urgent sources have
-    been read, and again when all sources have been read. While all buffers are in use, no source is read until a buffer
-    is free again. While copies to a buffer are under way, the other steps are done for buffers that are full.
+    An item is put as soon as it is digested, but as long as there are sources, one of three or more threads is left to
+    read them. If all threads put, the disk would have nothing to do once they are done, until they have read the next
+    sources together. Only if a caller waits for a snapshot, sources come first: as long as a buffer is free, the next
+    source is read. The sources of the first ``urgent`` items are read before all others. The snapshot is told when all
+    urgent sources have been read, and again when all sources have been read. While all buffers are in use, no source is
+    read until a buffer is free again. While copies to a buffer are under way, the other steps are done for buffers that
+    are full.
 
     Some files take bytes only in their order. ``is_next`` says whether the bytes of an item are the next ones. Other
     items wait with their buffers, unless nothing else can be done.

@@ -26,7 +26,7 @@ def dtype_of(dtype_or_name: torch.dtype | str | None) -> torch.dtype | None:
         # The name of a type, such as float or numpy.float16, and what torch has other names of, such as torch.half.
         given = str(getattr(dtype_or_name, "__name__", dtype_or_name)).removeprefix("torch.").lower()
         meant = getattr(torch, given, None)
-        meant_name = torch_name(meant) if meant in DTYPE_NAMES else given
+        meant_name = torch_name(meant) if isinstance(meant, torch.dtype) else given
         raise ValueError(
             f"dtype must be one of {', '.join(dtypes_by_name)}, or one of torch's dtypes with these names, got "
             f"{dtype_or_name!r}{did_you_mean(meant_name, dtypes_by_name)}"

@@ -31,6 +31,7 @@ from zckpt.checkpoint.reading.checkpoint import loader_of
 from zckpt.plan import catalog, data_files
 from zckpt.plan.reads import plan_reads
 from zckpt.storage.local_reader import LocalReader
+from zckpt.storage.local_store import LocalStore
 from zckpt.testing.fragments import write_fragments
 from zckpt.transfer.budget import MIB
 
@@ -191,6 +192,11 @@ def test_a_load_needs_no_further_threads(written: Written, direct: bool) -> None
         no_further_threads(),
     ):
         assert same_all(zckpt.open(written.path, budget=zckpt.Budget(direct=direct)).load(), written.full)
+
+
+def test_lengths_of_files_far_away_are_checked_without_further_threads(written: Written) -> None:
+    with mock.patch.object(LocalStore, "requests_in_flight", 8), no_further_threads():
+        loader_of(zckpt.open(written.path)).contents.check_lengths(dict.fromkeys(range(3)))
 
 
 def test_a_write_that_can_start_no_thread_says_what_to_do(tmp_path: Path) -> None:

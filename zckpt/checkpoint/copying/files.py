@@ -118,7 +118,7 @@ def _region_bytes(contents: Contents, number: int, pieces: FilePieces) -> Ints:
     # piece.
     gap = np.append(pieces.offset, data_bytes) - np.insert(pieces.offset + pieces.nbytes, 0, 0)
     gap_blocks = pieces.block - np.insert(block_stop, 0, block_count(data_start, manifest.block_bytes))[:-1]
-    # Each gap that is not empty is one filler exactly if it has one block.
+    # A gap with one block is one filler. How many fillers a longer gap has, only the header tells.
     if (gap < 0).any() or gap[-1] or (gap_blocks != (gap[:-1] > 0)).any():
         header = contents.header(number)
         return np.array([data_start, *(entry.nbytes for entry in header.entries)], np.int64)

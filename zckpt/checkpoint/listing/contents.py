@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import math
 import threading
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
@@ -534,8 +533,9 @@ class Contents(Mapping[str, TensorInfo]):
             for check in checks:
                 check()
             return
-        with ThreadPoolExecutor(min(self.store.requests_in_flight, len(checks))) as pool:
-            deque(pool.map(lambda check: check(), checks), maxlen=0)
+        from zckpt.transfer.tasks import run_tasks  # imported late, because a listing needs no torch
+
+        run_tasks(checks, self.store.requests_in_flight)
 
     def _length_checks(self, keys: Mapping[int, str | None]) -> list[Callable[[], object]]:
         return [

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
+from zckpt.engines.group import rank_group_of
 from zckpt.engines.state_dict.flat import OWN, PATHS, RANKS, STATE_DICT, STREAMS, held_span, leaves_of, name_of
 from zckpt.engines.tensors import local_of
 from zckpt.errors import CastError, FormatError, MismatchError
 from zckpt.format.names import CLIENT_RANK_STATE, CLIENT_STATE
-from zckpt.ranks.job import job
 from zckpt.transfer.memory import check_cast, check_memory
 
 if TYPE_CHECKING:
@@ -57,9 +57,8 @@ def _unpacked_paths(packed: object) -> Iterator[Any]:
 
 def own_rank(checkpoint: Loader) -> int | None:
     """Returns the number of this rank, if the checkpoint was written by as many ranks as the job has, or None."""
-    own_job = job()
-    rank, ranks = (0, 1) if own_job is None else (own_job.rank, len(own_job.members(None)))
-    return rank if ranks == checkpoint.manifest.world_size else None
+    group = rank_group_of(None)
+    return group.rank if group.size == checkpoint.manifest.world_size else None
 
 
 def is_path(value: object) -> bool:

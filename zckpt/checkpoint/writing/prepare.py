@@ -240,7 +240,7 @@ def _alone(prepared: Preparation, agreed: Agreed, own: ForRank, ranks: Ranks) ->
     places = collected.places.joined(FragmentPlaces.of(fragments[len(collected.fragments) :]))
     stored = [number for number, fragment in enumerate(fragments) if fragment.part != BUFFER or is_stored(fragment)]
     if len(stored) < len(fragments):
-        fragments, places = [fragments[number] for number in stored], places.take(np.array(stored))
+        fragments, places = [fragments[number] for number in stored], places.take(np.array(stored, np.int64))
     shares: dict[str, Share] = {}
     replicas: dict[bytes, Mapping[str, bytes]] = {}
     for (label, held), (number, count, differ) in zip(collected.replicas.items(), own.shares, strict=True):

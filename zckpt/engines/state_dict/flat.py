@@ -190,17 +190,17 @@ class HeldLeaves:
         made = cls()
         for name, (path, _, _, value) in leaves_of(state_dict).items():
             if isinstance(value, torch.Tensor):
-                made.add_tensor(name, path, held(name, value, ranks))
+                made.add_tensor(path, held(name, value, ranks))
             else:
                 made.add_value(name, path, value)
         return made
 
-    def add_tensor(self, name: str, path: Path, fragment: Fragment) -> None:
+    def add_tensor(self, path: Path, fragment: Fragment) -> None:
         """Adds a tensor, or one more fragment of a tensor."""
         data: Any = fragment.data
         if not data.is_cpu:
             self.devices.add(data.device)
-        self.paths[name] = path
+        self.paths[fragment.name] = path
         self.fragments.append(fragment)
         self.addresses.append(data.data_ptr())
 

@@ -177,7 +177,7 @@ class Experts:
         return rank // self._copies if self._strided else rank % self.ranks
 
     def holders(self, rank: int) -> RankGroup:
-        """Returns the ranks of a stage that have the same experts as one of them."""
+        """Returns the ranks that have the same experts as a rank. ``rank``: as for ``expert_rank``."""
         number = self.expert_rank(rank)
         step, first = (1, number * self._copies) if self._strided else (self.ranks, number)
         return RankGroup(None, (rank - first) // step, tuple(range(first, first + self._copies * step, step)))

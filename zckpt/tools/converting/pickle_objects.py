@@ -86,7 +86,7 @@ UNSUPPORTED = {
         for name in ("QInt8", "QInt32", "QUInt8", "QUInt4x2", "QUInt2x4")
     },
 }
-"""What the functions and classes of torch stand for that zckpt does not use, because it could not keep the tensor."""
+"""The functions and classes of torch that make a tensor that zckpt cannot keep, and what such a tensor is."""
 
 
 class Inert:

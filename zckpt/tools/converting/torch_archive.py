@@ -59,7 +59,7 @@ class _File(io.FileIO):
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self.tell(), io.SEEK_END: self.nbytes}[whence]
         if position < 0:
-            raise OSError(errno.EINVAL, "a position before the beginning")  # As for a whole file.
+            raise OSError(errno.EINVAL, "a position before the beginning")  # as a file of its own would
         return super().seek(self.start + position) - self.start
 
     def tell(self) -> int:
