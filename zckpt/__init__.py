@@ -29,7 +29,7 @@ from zckpt.progress import ProgressBar
 from zckpt.version import __version__
 
 if TYPE_CHECKING:
-    from zckpt import dcp, types
+    from zckpt import dcp, errors, types
     from zckpt.adapters.pytorch.train_state import TrainState
     from zckpt.checkpoint.background import PendingWrite, wait
     from zckpt.checkpoint.open import open  # noqa: A004  zckpt.open reads like the builtin on purpose
@@ -75,6 +75,7 @@ __all__ = [
     "cp",
     "dcp",
     "diff",
+    "errors",
     "export",
     "offload",
     "offloaded",
@@ -124,7 +125,7 @@ _LATE = {
 }
 """The public names by module. These are the imports above for type checkers. Each module is imported when one of its
 names is first used, because most of these modules import torch, which takes longer than many commands."""
-_MODULES = ("dcp", "types")
+_MODULES = ("dcp", "errors", "types")
 """The public modules, which are imported in the same way."""
 _HOME = {name: module for module, names in _LATE.items() for name in names}
 

@@ -54,6 +54,7 @@ from zckpt.errors import (
     refuse_unknown,
 )
 from zckpt.geometry import box_of, span_of
+from zckpt.plan.select import several
 from zckpt.progress import reported
 from zckpt.storage.location import Location
 from zckpt.tools.converting.dcp_folder import divisions
@@ -123,6 +124,10 @@ class Writer(StorageWriter, AsyncStager):
         self._snapshot_bytes = snapshot_bytes
         self._per_rank = per_rank
         self._options = WriteOptions(overwrite=overwrite, replace_foreign=overwrite, **options)
+        if path is not None:
+            Location.of(path)
+        several(per_rank)
+        self._options.checked()
         self._plan = SavePlan([])
         self._alone = False
         self._save_id = str(uuid4())
@@ -260,6 +265,8 @@ class Reader(StorageReader):
             budget: as for ``zckpt.open``.
             progress: as for ``Checkpoint.load``.
         """
+        if path is not None:
+            Location.of(path)
         self.path = path
         self._verify, self._budget, self._progress = verify, budget, progress
         self._opened: Loader | None = None

@@ -55,6 +55,8 @@ class Preemption:
             raise
 
     def _begin(self, signals: Collection[int]) -> None:
+        if not signals or not all(isinstance(number, int) for number in signals):
+            raise TypeError(f"signals must be numbers of signals, such as [signal.SIGTERM], got {signals!r}")
         for number in dict.fromkeys(signals):
             try:
                 self._former_handlers[number] = signal.signal(number, self._handle)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TypeVar
 
@@ -22,8 +22,15 @@ COMPARED_MAX = 10_000
 
 def several(names: _Names) -> _Names | tuple[str]:
     """Returns the names that a caller has given as a collection. A single string is one name, and not a collection of
-    letters."""
-    return (names,) if isinstance(names, str) else names
+    letters. Raises TypeError for a value that is neither None nor a collection, and for one of other things than
+    names."""
+    if isinstance(names, str):
+        return (names,)
+    if names is not None and not isinstance(names, Iterable):
+        raise TypeError(f"names must be a str or a collection of them, got {names!r}")
+    if isinstance(names, Collection) and (others := [name for name in names if not isinstance(name, str)]):
+        raise TypeError(f"a name must be a str, got {others[0]!r}")
+    return names
 
 
 def select(keys: Sequence[str], wanted: Keys, aliases: Mapping[str, str] = MappingProxyType({})) -> list[str]:

@@ -39,6 +39,9 @@ class Budget:
     direct: bool = True
 
     def __post_init__(self) -> None:
+        for name, number in (("nbytes", self.nbytes), ("threads", self.threads)):
+            if not hasattr(number, "__index__"):
+                raise TypeError(f"{name} must be a whole number, got {number!r}")
         if self.threads < 1:
             raise ValueError(f"threads must be 1 or more, got {self.threads}")
         if self.nbytes < 2 * MIB * self.threads:

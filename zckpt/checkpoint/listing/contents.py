@@ -30,7 +30,7 @@ from zckpt.plan.inventory import STATE
 from zckpt.plan.lineage import Lineage, judged, lineage_of
 from zckpt.plan.machines import Machine, machines_in
 from zckpt.plan.reshard import FilePieces, StoredPieces, choose_copies
-from zckpt.plan.select import Keys, nearest, select
+from zckpt.plan.select import Keys, nearest, select, several
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -91,6 +91,8 @@ class Contents(Mapping[str, TensorInfo]):
         return self._at(map(self._place, keys))
 
     def _place(self, key: str) -> tuple[int, int]:
+        if not isinstance(key, str):
+            raise TypeError(f"a key is a str, such as 'master/embed', got {key!r}")
         place = self._by_key(key)
         if place is None:
             raise KeyNotFoundError(f"there is no key {key!r}", key=key, hint=nearest(list(self), key))
@@ -135,7 +137,7 @@ class Contents(Mapping[str, TensorInfo]):
         if keys is None:
             return known, listed
         if not (callable(keys) or isinstance(keys, str)):
-            keys = list(dict.fromkeys(keys))
+            keys = list(dict.fromkeys(several(keys) or ()))
         chosen = select(known, keys, self.manifest.aliases)
         places = dict(zip(known, range(len(known)), strict=True))
         numbers = [places[key] if key in places else places[self[key].key] for key in chosen]

@@ -176,7 +176,7 @@ class Checkpoint(Mapping[str, TensorInfo]):
 
         Raises:
             KeyNotFoundError: ``keys`` matches nothing, or there is no tensor for a key of ``out``.
-            MismatchError: a tensor of ``out`` does not fit, or ``keys`` does not select it.
+            MismatchError: a tensor of ``out`` does not fit or shares memory, or ``keys`` does not select it.
             CastError: a dtype cannot be converted to ``dtype``.
             ValueError: there is no such ``dtype``.
             TypeError: ``out`` is not a mapping to tensors.
@@ -408,7 +408,7 @@ class Checkpoint(Mapping[str, TensorInfo]):
             The names of what the checkpoint does not have. With ``strict``, there are none.
 
         Raises:
-            MismatchError: a tensor has another shape, is missing, or has no memory. Nothing was changed.
+            MismatchError: a tensor has another shape, is missing, has no memory, or shares memory. Nothing was changed.
             StateError: two leaves of the state dict have the same name.
             TypeError: ``state_dict`` is not a dict.
             FormatError: data is damaged or missing.

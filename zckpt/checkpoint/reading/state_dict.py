@@ -12,10 +12,11 @@ from zckpt.engines.state_dict.flat import OWN, PATHS, RANKS, STATE_DICT, STREAMS
 from zckpt.engines.tensors import local_of
 from zckpt.errors import CastError, FormatError, MismatchError
 from zckpt.format.names import CLIENT_RANK_STATE, CLIENT_STATE
+from zckpt.plan.select import nearest
 from zckpt.transfer.memory import check_cast, check_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Collection, Iterator, Sequence
 
     import torch
 
@@ -194,7 +195,7 @@ def _why_missing(name: str, leaf: Leaf, infos: Collection[str], values: Collecti
 
 
 def _hint(
-    leaves: Mapping[str, Leaf], left: Collection[str], infos: Collection[str], values: Collection[str]
+    leaves: Mapping[str, Leaf], left: Sequence[str], infos: Collection[str], values: Collection[str]
 ) -> str | None:
     """Returns a hint about the leaves that the checkpoint does not have. It may have them as the other kind, or without
     the first key of their path."""
@@ -206,4 +207,5 @@ def _hint(
     missing = [leaves[name].path for name in left if leaves[name].is_tensor]
     if missing and all(name_of(path[1:]) in infos for path in missing):
         return f"the checkpoint has these names without {missing[0][0]!r}: pass state_dict[{missing[0][0]!r}]"
-    return "strict=False leaves out what the checkpoint does not have" if left else None
+    near = f"{nearest([*infos], left[0])}; " if left and leaves[left[0]].is_tensor else ""
+    return f"{near}strict=False leaves out what the checkpoint does not have" if left else None

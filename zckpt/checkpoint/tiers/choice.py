@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import closing, suppress
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -75,6 +76,8 @@ def choose(places: Sequence[StrPath]) -> Chosen:
     CheckpointNotFoundError if no place has a checkpoint, the error of the nearest place that cannot be read or has no
     whole checkpoint, and ValueError if there is no place.
     """
+    if not isinstance(places, Iterable):
+        raise TypeError(f"a path must be a str or a Path, or a list of these, got {type(places).__name__}")
     if not places:
         raise ValueError("there is no path: give one, or several, the nearest first")
     roots = [Location.of(place).absolute() for place in places]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 def check_counts(**counts: int | None) -> None:
     """Raises ValueError for a count that is neither None nor an integer of at least 1."""
     for name, count in counts.items():
-        if not (count is None or (isinstance(count, int) and count >= 1)):
+        if not (count is None or (type(count) is int and count >= 1)):
             raise ValueError(f"{name} must be a whole number of 1 or more, got {count!r}")
 
 
@@ -86,6 +87,12 @@ class WriteOptions:
                 raise ValueError(f"{of}keep_every says what is kept beside the last ones: pass {of}keep_last too")
         if self.copy_to is None and self.copy_keep_last is not None:
             raise ValueError("copy_keep_last says how many copies are kept: pass copy_to too")
+        for name, path in (("reuse", self.reuse), ("copy_to", self.copy_to)):
+            if not isinstance(path, str | os.PathLike | None):
+                raise TypeError(f"{name} must be a path or None, got {path!r}")
+        for name in ("overwrite", "latest", "background", "node_local"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
         check_progress(self.progress)
         given: tuple[tuple[str, object], ...] = ("client_state", self.client_state), ("rank_state", self.rank_state)
         for name, value in given:

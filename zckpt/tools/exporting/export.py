@@ -3,6 +3,7 @@ adapter, or as a single file for torch.load."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -233,8 +234,8 @@ def _open(
     source: StrPath | Checkpoint | Any, dtype: torch.dtype | None, budget: Budget | None, ranks: Ranks
 ) -> CheckpointSource | EngineSource:
     """Opens the source on all ranks. If it is not an engine, checks that all ranks have the same checkpoint."""
-    if is_engine(source):
-        return EngineSource(source, dtype, budget, ranks)
+    if is_engine(source) or not isinstance(source, (str, os.PathLike, Checkpoint)):
+        return EngineSource(source, dtype, budget, ranks)  # It refuses what is no engine.
 
     def open_checkpoint() -> CheckpointSource:
         loader = loader_of(source) if isinstance(source, Checkpoint) else open_loader(path, budget)
