@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from zckpt.plan.inventory import GRADIENT, MASTER, PARAM, RESERVED_PARTS
 from zckpt.plan.select import several
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import Collection
 
 MOMENTS = "optim_states"
 """The name by which DeepSpeed means all moments together."""
@@ -31,7 +32,11 @@ def movable(parts: Iterable[str]) -> tuple[str, ...]:
 def asked_for(parts: Collection[str] | None) -> list[str] | None:
     """Returns the names that a caller has given: one name, several, or members of DeepSpeed's
     ``OffloadStateTypeEnum``. Returns None for None."""
-    return None if parts is None else [part.value if isinstance(part, Enum) else part for part in several(parts)]
+    named: Any = parts
+    if isinstance(parts, Iterable) and not isinstance(parts, str):
+        named = [part.value if isinstance(part, Enum) else part for part in parts]
+    names = several(named)
+    return None if names is None else [*names]
 
 
 def chosen(asked: Collection[str] | None, known: Collection[str]) -> tuple[str, ...]:

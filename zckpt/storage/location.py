@@ -48,7 +48,7 @@ class Location:
         """Returns the location of a path that a user has passed. Raises TypeError for a value that is not a path,
         ValueError for an empty path, and UnsupportedError for a ``Path`` that may have been made from a URL, and for an
         absolute path of Windows on another system."""
-        text: object = os.fspath(path) if isinstance(path, os.PathLike) else path
+        text: object = os.fspath(path) if hasattr(path, "__fspath__") else path
         if not isinstance(text, str):
             raise TypeError(f"a path must be a str or a Path, got {type(text).__name__}")
         if not text:
