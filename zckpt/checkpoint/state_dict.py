@@ -166,7 +166,7 @@ def write_contents(
     wait_for(ranks)
     with ranks.undivided():
         state, options = _agreed(contents, options, process_group, per_rank, ranks)
-    return write_engine(state, path, options, call)
+        return write_engine(state, path, options, call, ranks)
 
 
 @without_collector
@@ -197,6 +197,11 @@ def _agreed(
         tensors = [
             {fragment.name: contents.paths[fragment.name] for fragment in contents.fragments},
             contents.aliases(),
+            {
+                fragment.name: [fragment.dtype, *fragment.shape]
+                for fragment in contents.fragments
+                if 0 in fragment.shape
+            },
         ]
         made.append((contents, [tensors, values]))
         return [digest(msgpack.packb(tensors)), digest(msgpack.packb(values)), sorted(patterns)]
@@ -213,22 +218,26 @@ def _agreed(
         return _joined(*([of_rank[which] for of_rank in (told if differ[which] else [outlines])] for which in range(2)))
 
     own_outlines = [outline if differs else None for outline, differs in zip(outlines, differ, strict=True)]
-    paths, aliases, holders, value_holders, flags = (
-        ranks.decide(lambda: own_outlines, join, "compare the state dicts") if any(differ) else join([])
-    )
-    tree: dict[str, Any] = {
-        PATHS: packed_paths(map(tuple, paths.values())),
-        RANKS: {name: of_value[0] for name, of_value in value_holders.items() if of_value[0]},
-        **flags,
-    }
-    fragments = tuple(contents.written(ranks.rank, aliases, holders, differ=differ[0]))
-    state = FlatState(fragments, aliases, tree, contents.devices, group=group)
-    history_of(state).run_id = run_by_tensors((name, ()) for name in paths)
-    first = {name: value for name, value in contents.values.items() if value_holders[name][0] == ranks.rank}
-    own = {name: contents.values[name] for name in tree[OWN] if name in contents.values}
-    if ranks.rank == 0:
-        return state, replace(options, client_state=first, rank_state=own or None)
-    return state, replace(options, rank_state={**first, **own} or None)
+    joined = ranks.decide(lambda: own_outlines, join, "compare the state dicts") if any(differ) else None
+
+    def make_state() -> tuple[FlatState, WriteOptions]:
+        paths, aliases, holders, value_holders, flags = joined or join([])
+        tree: dict[str, Any] = {
+            PATHS: packed_paths(map(tuple, paths.values())),
+            RANKS: {name: of_value[0] for name, of_value in value_holders.items() if of_value[0]},
+            **flags,
+        }
+        fragments = tuple(contents.written(ranks.rank, aliases, holders, differ=differ[0]))
+        state = FlatState(fragments, aliases, tree, contents.devices, group=group)
+        history = history_of(state)
+        history.run_id, history.by_contents = run_by_tensors((name, ()) for name in paths), True
+        first = {name: value for name, value in contents.values.items() if value_holders[name][0] == ranks.rank}
+        own = {name: contents.values[name] for name in tree[OWN] if name in contents.values}
+        if ranks.rank == 0:
+            return state, replace(options, client_state=first, rank_state=own or None)
+        return state, replace(options, rank_state={**first, **own} or None)
+
+    return ranks.together(make_state, "prepare the write")
 
 
 _Holders = dict[str, list[int]]
@@ -238,16 +247,25 @@ plain value; and the names of the values that differ from rank to rank and of th
 
 
 def _joined(tensors_of_ranks: Sequence[Any], values_of_ranks: Sequence[Any]) -> _Joined:
-    """``tensors_of_ranks``: the paths of the tensors of each rank, and their aliases. ``values_of_ranks``: for each
-    plain value its path, its fingerprint, and whether it is a stream. Both have one item if all ranks have the same.
-    Raises StateError if plain values differ."""
-    holders, value_holders = _holders([paths for paths, _ in tensors_of_ranks]), _holders(values_of_ranks)
+    """``tensors_of_ranks``: the paths of the tensors of each rank, their aliases, and the dtypes and shapes of those
+    without elements. ``values_of_ranks``: for each plain value its path, its fingerprint, and whether it is a stream.
+    Both have one item if all ranks have the same. Raises StateError if plain values differ, or tensors without
+    elements."""
+    holders, value_holders = _holders([paths for paths, *_ in tensors_of_ranks]), _holders(values_of_ranks)
+    empty = [of_rank[2] for of_rank in tensors_of_ranks]
+    for name in dict.fromkeys(name for of_rank in empty for name in of_rank):
+        kinds = {rank: empty[rank].get(name) for rank in holders[name]}
+        other = next((rank for rank, kind in kinds.items() if kind != kinds[holders[name][0]]), None)
+        if other is not None:  # No rank reads its values, so nothing else compares it.
+            first = holders[name][0]
+            kind, other_kind = ("not empty" if kinds[rank] is None else str(kinds[rank]) for rank in (first, other))
+            raise StateError(f"{name} is {kind} on rank {first}, and {other_kind} on rank {other}", key=name)
     for name in value_holders.keys() & holders.keys():
         raise StateError(f"{name} is a tensor on one rank and a plain value on another", key=name)
     for name, ranks in value_holders.items():
         if len({tuple(values_of_ranks[number][name][1:]) for number in ranks}) > 1:
             raise _differing(name, {number: tuple(values_of_ranks[number][name][1:]) for number in ranks})
-    paths = {name: path for of_rank, _ in tensors_of_ranks for name, path in of_rank.items()}
+    paths = {name: path for of_rank, *_ in tensors_of_ranks for name, path in of_rank.items()}
     paths |= {name: path for of_rank in values_of_ranks for name, (path, *_) in of_rank.items()}
     flags = {
         OWN: [name for name, ranks in value_holders.items() if not values_of_ranks[ranks[0]][name][1]],

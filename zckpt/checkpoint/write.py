@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
@@ -30,6 +30,7 @@ from zckpt.transfer.snapshot import Snapshot
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     from zckpt.progress import Progress
     from zckpt.storage.location import Location, StrPath
@@ -225,14 +226,18 @@ def write(
 
 
 def write_engine(
-    engine: object, path: StrPath | None, options: WriteOptions, call: str = "zckpt.write"
+    engine: object, path: StrPath | None, options: WriteOptions, call: str = "zckpt.write", ranks: Ranks | None = None
 ) -> str | PendingWrite:
     """Does the work of ``zckpt.write``, of the ``save_checkpoint`` of an attached engine, and of the writes of state
-    dicts. ``call``: the function that every rank has to call, for messages."""
+    dicts. ``call``: the function that every rank has to call, for messages. ``ranks``: the ranks of the engine, if the
+    caller is inside of their ``undivided`` and has waited for their writes in the background."""
     # Each step below runs on all ranks. Nothing between two steps can fail, or one rank would leave the others waiting.
     group = group_of(engine)
-    ranks = Ranks(group, call=call)
-    wait_for(ranks)
+    held: AbstractContextManager[None] = nullcontext()
+    if ranks is None:
+        ranks = Ranks(group, call=call)
+        held = ranks.undivided()
+        wait_for(ranks)
     prepared: Preparation
     machines: Machines
     copy_at: Location | None = None
@@ -277,7 +282,7 @@ def write_engine(
             queue.expect(upload)
             return write.begin(WriteLock(prepared.store, save_id=agreed.save_id)) if leads else None
 
-    with ranks.undivided():
+    with held:
         common, each = ranks.decide_each(prepare_here, lambda facts: agree(prepared, facts), "prepare the write")
         assert each is not None, "rank 0 tells every rank its shares"
         agreed, own = Agreed(*common), ForRank(*each)

@@ -24,6 +24,9 @@ class History:
     run_id = ""
     """The identity of the engine's run, as in ``Lineage``. It is empty until the engine has written a checkpoint or was
     restored from one."""
+    by_contents = False
+    """Whether ``run_id`` is made of the names of what is written, as for a state dict. Then all objects that have it
+    are one run, because each write makes a new object."""
     since = 0
     """The number of writes in this process when ``run_id`` was set, or when the engine last wrote."""
     last: str | None = None
@@ -52,6 +55,8 @@ def run_id_of_next_write(engine: object) -> str:
     has none yet. It is also a new one if another engine of this process has gone on with the same run since. So an
     actor and a critic that were restored from one checkpoint become two runs."""
     history = history_of(engine)
+    if history.by_contents:
+        return history.run_id
     writer, number = _written.get(history.run_id, (None, 0))
     taken = writer is not None and number > history.since and _exists_beside(writer, engine)
     return secrets.token_hex(8) if taken or not history.run_id else history.run_id

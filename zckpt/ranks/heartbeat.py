@@ -208,6 +208,8 @@ class Lives:
         self._heard_key = f"{self._name}/heard"
         """Counts the ranks that have heard which rank is gone."""
         self._failure_key = f"{self._name}/failure"
+        self._failure: tuple[int, str, int | None, str | None] | None = None
+        """What ``tell_failure`` has told last, as far as this rank has heard it."""
         self._actions = 0
         """How many actions of steps this rank has begun."""
         self._watched = neighbors(rank, len(members))
@@ -272,7 +274,8 @@ class Lives:
         if self._doing is not None:
             yield
             return
-        self._heard = dict.fromkeys(self._watched, ("", time.monotonic()))
+        self._looked = time.monotonic()
+        self._heard = dict.fromkeys(self._watched, ("", self._looked))
         with self._lock, _using_the_store():
             if not self._here:  # The thread would do this later, when this process may be dead already.
                 self._here = True
@@ -297,18 +300,21 @@ class Lives:
 
     def tell_failure(self, error: RankError) -> None:
         """Is called if the action has failed on this rank. ``error``: what ranks raise that wait for others in it."""
+        if time.monotonic() > self._looked + LOST_PERIODS * self.period:
+            return  # The store seems to hang with the process that has it, and so would this rank.
         with suppress(RuntimeError):  # If the store is gone, they notice that.
             self._store.set(self._failure_key, json.dumps([self._actions, error.message, error.rank, error.hint]))
 
+    def _hear_failure(self) -> None:
+        if self._store.check([self._failure_key]):
+            self._failure = json.loads(self._store.get(self._failure_key))
+
     def _refuse_failure(self) -> None:
-        """Raises RankError if another rank has failed in the action that this rank is running."""
-        try:
-            if not self._store.check([self._failure_key]):
-                return
-            told = self._store.get(self._failure_key)
-        except RuntimeError:  # If the store is gone, ``check`` says so.
+        """Raises RankError if another rank has failed in the action that this rank is running. Does not ask the store,
+        which may hang with the process that has it."""
+        if self._failure is None:
             return
-        number, message, rank, hint = json.loads(told)
+        number, message, rank, hint = self._failure
         if number == self._actions:  # and not in an earlier step
             raise RankError(message, rank=rank, hint=hint)
 
@@ -378,6 +384,7 @@ class Lives:
                 self._heard[rank] = (steps, time.monotonic())
         self._looked = time.monotonic()
         self._hear_verdict()
+        self._hear_failure()
 
     def _hear_verdict(self) -> None:
         if self._store.check([self._verdict_key]):
@@ -426,6 +433,7 @@ class Lives:
         if now < self._looked_at + self.period:
             return
         self._looked_at = now
+        self._hear_failure()
         self._refuse_failure()
         self._hear_verdict()
         for rank, entry in self._entries([self._members.index(number) for number in numbers()]).items():

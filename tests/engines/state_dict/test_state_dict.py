@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 import torch
@@ -357,3 +358,33 @@ def test_views_of_one_memory_and_tied_names_are_loaded(tmp_path: Path) -> None:
     tied = torch.zeros(4, 3)
     zckpt.open(tmp_path / "tied").load_into({"a": tied, "b": tied})
     assert torch.equal(tied, a)
+
+
+def test_a_failed_write_whose_error_is_kept_belongs_to_the_same_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The traceback keeps the state dict of the failed write alive, and it must not count as another engine."""
+    state = {"a": torch.ones(1000)}
+    zckpt.write_state_dict(state, tmp_path / "s1", step=1)
+    with monkeypatch.context() as patch:
+        patch.setattr("zckpt.transfer.write._put", mock.Mock(side_effect=OSError("no space")))
+        with pytest.raises(OSError, match="no space") as kept:
+            zckpt.write_state_dict(state, tmp_path / "s2", step=2)
+    for step in (3, 4, 5):
+        zckpt.write_state_dict(state, tmp_path / f"s{step}", step=step, keep_last=2)
+    assert kept.value is not None
+    assert (tmp_path / "latest").read_text().strip() == "s5"
+    assert {path.name for path in tmp_path.iterdir()} == {"s4", "s5", "latest"}
+
+
+def write_empty(shape_of_second: list[int], path: str) -> None:
+    rank = dist.get_rank()
+    shape = shape_of_second if rank else [3]
+    state = {"a": torch.arange(4.0), "own": torch.full(shape, float(rank))}
+    with pytest.raises(zckpt.StateError, match=r"own is not empty on rank 0, and \['F32', 0\] on rank 1"):
+        zckpt.write_state_dict(state, path, per_rank=["own"])
+
+
+def test_a_tensor_without_elements_on_one_rank_alone_is_refused(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.run(write_empty, 2, [0], str(tmp_path / "c"))
+    assert not (tmp_path / "c").exists()
