@@ -200,18 +200,18 @@ def measure_played(directory: str, ranks_text: str, parameters_text: str) -> dic
         records.append((catalog.pack(catalog.rank_record(rank, plans)), sum(plan.nbytes for plan in plans)))
     player = Player(size, records)
 
-    def noted(function: Callable[..., Any], message: str) -> Any:
+    def noted(function: Callable[..., Any], message: Callable[[Any], Any]) -> Any:
         def call(*arguments: Any, **options: Any) -> Any:
             made = function(*arguments, **options)
-            player.told[function.__name__] = getattr(made, message)
+            player.told[function.__name__] = message(made)
             return made
 
         return mock.patch(f"zckpt.checkpoint.write.{function.__name__}", call)
 
     with (
         in_job(player),
-        noted(prepare, "facts"),
-        noted(plan, "told"),
+        noted(prepare, lambda made: made.facts),
+        noted(plan, lambda made: made[1]),
         mock.patch.object(RankWrite, "check_files"),  # The files of another rank are not there.
         mock.patch("zckpt.checkpoint.writing.decide.secrets", mock.Mock(token_hex=lambda _: SAVE_ID)),
     ):
