@@ -1,4 +1,4 @@
-"""Arrays that are unpacked as columns: they are what msgpack unpacks, or are left to it."""
+"""Unpacking a packed array as a column of numbers gives what msgpack gives, or None if only msgpack can unpack it."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 import msgpack
 
 from zckpt.checkpoint.background import wait_for
-from zckpt.checkpoint.write import CommonOptions, write_engine
+from zckpt.checkpoint.write import CommonOptions, write_together
 from zckpt.checkpoint.writing.collect import fingerprint
 from zckpt.checkpoint.writing.options import WriteOptions
 from zckpt.engines.history import history_of
@@ -166,7 +166,7 @@ def write_contents(
     wait_for(ranks)
     with ranks.undivided():
         state, options = _agreed(contents, options, process_group, per_rank, ranks)
-        return write_engine(state, path, options, call, ranks)
+        return write_together(state, path, options, call, ranks)
 
 
 @without_collector

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
@@ -30,7 +30,6 @@ from zckpt.transfer.snapshot import Snapshot
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
-    from contextlib import AbstractContextManager
 
     from zckpt.progress import Progress
     from zckpt.storage.location import Location, StrPath
@@ -226,18 +225,23 @@ def write(
 
 
 def write_engine(
-    engine: object, path: StrPath | None, options: WriteOptions, call: str = "zckpt.write", ranks: Ranks | None = None
+    engine: object, path: StrPath | None, options: WriteOptions, call: str = "zckpt.write"
 ) -> str | PendingWrite:
-    """Does the work of ``zckpt.write``, of the ``save_checkpoint`` of an attached engine, and of the writes of state
-    dicts. ``call``: the function that every rank has to call, for messages. ``ranks``: the ranks of the engine, if the
-    caller is inside of their ``undivided`` and has waited for their writes in the background."""
+    """Does the work of ``zckpt.write``, and of the ``save_checkpoint`` of an attached engine. ``call``: the function
+    that every rank has to call, for messages."""
+    ranks = Ranks(group_of(engine), call=call)
+    wait_for(ranks)
+    with ranks.undivided():
+        return write_together(engine, path, options, call, ranks)
+
+
+def write_together(
+    engine: object, path: StrPath | None, options: WriteOptions, call: str, ranks: Ranks
+) -> str | PendingWrite:
+    """Does the work of ``write_engine``, and of the writes of state dicts. ``ranks``: those of the engine. The caller
+    is inside of their ``undivided``, and has waited for their writes in the background."""
     # Each step below runs on all ranks. Nothing between two steps can fail, or one rank would leave the others waiting.
     group = group_of(engine)
-    held: AbstractContextManager[None] = nullcontext()
-    if ranks is None:
-        ranks = Ranks(group, call=call)
-        held = ranks.undivided()
-        wait_for(ranks)
     prepared: Preparation
     machines: Machines
     copy_at: Location | None = None
@@ -282,45 +286,44 @@ def write_engine(
             queue.expect(upload)
             return write.begin(WriteLock(prepared.store, save_id=agreed.save_id)) if leads else None
 
-    with held:
-        common, each = ranks.decide_each(prepare_here, lambda facts: agree(prepared, facts), "prepare the write")
-        assert each is not None, "rank 0 tells every rank its shares"
-        agreed, own = Agreed(*common), ForRank(*each)
-        if options.node_local:
-            settle(prepared.store, ranks)  # A crash may have left a checkpoint committed on some machines only.
-            machines = find_machines(prepared.store, agreed.save_id, ranks)
-        _, assigned = ranks.decide_each(
-            plan_here, lambda plans: describe(prepared, own.hosts, machines, planned.write, plans), "plan the write",
-            interruptible=False,
-        )  # fmt: skip
-        # The ranks have agreed by now on whether they write in the background.
-        writing_ranks = Ranks(group, channel=BACKGROUND, call=call) if options.background else ranks
-        if copy_at is not None:
-            upload = _upload(prepared, agreed, Ranks(group, channel=UPLOADS, call=call), copy_at)
-        try:
-            first, own_space = ranks.decide_each(begin, machines.of_leaders, "begin the write", interruptible=False)
-            ranks.together(
-                lambda: join(
-                    prepared.store, agreed.save_id, ranks.rank, machines.of(ranks.rank).ranks[0], own_space or first
-                ),
-                "begin the write",
-            )
-            if pending is None:
-                finish(Snapshot())
-            else:
-                _continue_in_background(pending, prepared, ranks)
-        except BaseException:
-            # A thread that has begun to write removes its files by itself.
-            if pending is None or pending.cancel():
-                _give_up(write, upload)
-            raise
-        if is_ending():
-            queue.wait_until_all_ended()
-        offloaded = away(engine)
-        # ``after_write`` may gather parameters, which have to be in memory.
-        if offloaded is None or PARAM not in offloaded.parts:
-            prepared.adapter.after_write()
-        return pending or prepared.target
+    common, each = ranks.decide_each(prepare_here, lambda facts: agree(prepared, facts), "prepare the write")
+    assert each is not None, "rank 0 tells every rank its shares"
+    agreed, own = Agreed(*common), ForRank(*each)
+    if options.node_local:
+        settle(prepared.store, ranks)  # A crash may have left a checkpoint committed on some machines only.
+        machines = find_machines(prepared.store, agreed.save_id, ranks)
+    _, assigned = ranks.decide_each(
+        plan_here, lambda plans: describe(prepared, own.hosts, machines, planned.write, plans), "plan the write",
+        interruptible=False,
+    )  # fmt: skip
+    # The ranks have agreed by now on whether they write in the background.
+    writing_ranks = Ranks(group, channel=BACKGROUND, call=call) if options.background else ranks
+    if copy_at is not None:
+        upload = _upload(prepared, agreed, Ranks(group, channel=UPLOADS, call=call), copy_at)
+    try:
+        first, own_space = ranks.decide_each(begin, machines.of_leaders, "begin the write", interruptible=False)
+        ranks.together(
+            lambda: join(
+                prepared.store, agreed.save_id, ranks.rank, machines.of(ranks.rank).ranks[0], own_space or first
+            ),
+            "begin the write",
+        )
+        if pending is None:
+            finish(Snapshot())
+        else:
+            _continue_in_background(pending, prepared, ranks)
+    except BaseException:
+        # A thread that has begun to write removes its files by itself.
+        if pending is None or pending.cancel():
+            _give_up(write, upload)
+        raise
+    if is_ending():
+        queue.wait_until_all_ended()
+    offloaded = away(engine)
+    # ``after_write`` may gather parameters, which have to be in memory.
+    if offloaded is None or PARAM not in offloaded.parts:
+        prepared.adapter.after_write()
+    return pending or prepared.target
 
 
 def _upload(prepared: Preparation, agreed: Agreed, ranks: Ranks, target: Location) -> Upload:

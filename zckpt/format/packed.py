@@ -48,7 +48,7 @@ def _check_whole(raw: bytes | memoryview) -> None:
 
 
 def _next(reader: Any, raw: memoryview) -> memoryview:
-    """Returns the bytes of the next value in ``raw``, which ``reader`` reads."""
+    """Returns the bytes of the next value of ``raw``. ``reader`` has read ``raw`` up to this value."""
     start = reader.tell()
     reader.skip()
     return raw[start : reader.tell()]

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
+import time
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -387,4 +391,27 @@ def write_empty(shape_of_second: list[int], path: str) -> None:
 
 def test_a_tensor_without_elements_on_one_rank_alone_is_refused(cluster: Cluster, tmp_path: Path) -> None:
     cluster.run(write_empty, 2, [0], str(tmp_path / "c"))
+    assert not (tmp_path / "c").exists()
+
+
+class Slow(dict[str, Any]):
+    """Takes a second to be looked at, so that the other ranks wait."""
+
+    def items(self) -> Any:
+        time.sleep(1)
+        return super().items()
+
+
+def write_interrupted(path: str) -> None:
+    rank = dist.get_rank()
+    kind, error = (dict, KeyboardInterrupt) if rank else (Slow, zckpt.RankError)
+    if rank:
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(error):
+        zckpt.write_state_dict({"model": kind(a=torch.ones(3))}, path)
+
+
+def test_an_interrupt_while_a_rank_waits_is_told_to_the_others(cluster: Cluster, tmp_path: Path) -> None:
+    """It comes in the first step, in which the state dicts are compared, and is raised in a later one."""
+    cluster.run(write_interrupted, 2, str(tmp_path / "c"))
     assert not (tmp_path / "c").exists()

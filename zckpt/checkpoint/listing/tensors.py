@@ -188,7 +188,7 @@ class Tensors(Sequence[TensorInfo]):
         return self._contents.manifest
 
     def _column(self, name: str) -> Ints:
-        """Returns what a column of the parts has for each tensor."""
+        """Returns one column of the manifest's parts, such as ``name_ids``, with a value for each of these tensors."""
         column = np.empty(len(self), np.int64)
         for part_id in np.unique(self.part_id).tolist():
             of_part = self.part_id == part_id

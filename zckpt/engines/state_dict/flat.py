@@ -245,9 +245,9 @@ class HeldLeaves:
     def written(
         self, rank: int, aliases: Collection[str], holders: Mapping[str, Sequence[int]], *, differ: bool
     ) -> Iterator[Fragment]:
-        """Yields what rank ``rank``, which has these leaves, writes of them: all elements but those of ``aliases``.
-        ``holders``: the ranks that have each tensor. ``differ``: whether these are not the same for all tensors. A set
-        of replicas has only tensors that the same ranks have."""
+        """Yields the fragments that this rank writes, without those of ``aliases``, which are other names of the same
+        tensors. ``rank``: the number of this rank. ``holders``: the ranks that have each tensor. ``differ``: whether
+        these are not the same for all tensors. A set of replicas has only tensors that the same ranks have."""
         for fragment in self.fragments:
             _, name, _, (grid, first, stop), _, _, _, replicated = fragment
             if name in aliases or not (first < stop or (0 in grid.shape and holders[name][0] == rank)):
