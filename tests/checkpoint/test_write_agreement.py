@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 NOT_STEPS = {
     "write",
     "write_engine",
+    "write_together",
     "engine_of",
     "find_machines",
     "group_of",
