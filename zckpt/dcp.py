@@ -41,7 +41,7 @@ from zckpt.checkpoint.open import open_loader
 from zckpt.checkpoint.reading.loader import ReadRequest
 from zckpt.checkpoint.reading.state_dict import PlainValues, own_rank, paths_of, tensors_by_name
 from zckpt.checkpoint.state_dict import Options, write_contents
-from zckpt.checkpoint.writing.options import WriteOptions
+from zckpt.checkpoint.writing.options import Background, WriteOptions, copies_to
 from zckpt.engines.shards import bounds_of
 from zckpt.engines.state_dict.flat import HeldLeaves, fragment_of, held, values_in_order
 from zckpt.errors import (
@@ -115,15 +115,16 @@ class Writer(StorageWriter, AsyncStager):
             per_rank: as for ``zckpt.write_state_dict``. It is needed for tensors that are not DTensors and differ, such
                 as the statistics of a BatchNorm, of which DCP keeps those of one rank.
             options: the options of ``zckpt.write_state_dict``: step, latest, budget, progress, keep_last, keep_every,
-                reuse, node_local, ranks_per_file, copy_to, copy_keep_last and copy_keep_every.
+                reuse, node_local, ranks_per_file and copy_to.
         """
         known = ("path", "process_group", "overwrite", "snapshot_bytes", "per_rank", *Options.__annotations__)
         refuse_unknown("zckpt.dcp.Writer", options, known)
         self.path = path
         self._group = process_group
-        self._snapshot_bytes = snapshot_bytes
+        self._background = Background(snapshot_bytes=snapshot_bytes)
         self._per_rank = per_rank
-        self._options = WriteOptions(overwrite=overwrite, replace_foreign=overwrite, **options)
+        of_write: dict[str, Any] = {**options, "copy_to": copies_to(options.get("copy_to"))}
+        self._options = WriteOptions(overwrite=overwrite, replace_foreign=overwrite, **of_write)
         if path is not None:
             Location.of(path)
         several(per_rank)
@@ -207,7 +208,7 @@ class Writer(StorageWriter, AsyncStager):
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Begins to write the state dict in the background, and returns it once it may change."""
-        options = replace(self._options, background=True, snapshot_bytes=self._snapshot_bytes)
+        options = replace(self._options, background=self._background)
         names: list[str] = []
 
         def contents(ranks: int) -> HeldLeaves:

@@ -302,7 +302,7 @@ def write_and_restore():
 before = values()
 zckpt.write(engine, run + "/step0")
 zckpt.transfer.write._put = held
-pending = zckpt.write(engine, run + "/step1", background=True, reuse=None, snapshot="lazy")
+pending = zckpt.write(engine, run + "/step1", background=zckpt.Background(snapshot="lazy"), reuse=None)
 forked(zckpt.wait, pending.wait, lambda: zckpt.gc(run), write_and_restore, lambda: os.kill(os.getpid(), 9))
 assert pending.state == "under way"
 go_on.set()
@@ -376,7 +376,7 @@ def test_copies_take_no_more_memory_than_allowed(tmp_path: Path, snapshot_bytes:
     with engines_are_adapters(), slow(0.01):
         Path("/proc/self/clear_refs").write_text("5")
         before = memory("VmRSS")
-        pending = zckpt.write(engine, tmp_path / "c", background=True, snapshot_bytes=snapshot_bytes)
+        pending = zckpt.write(engine, tmp_path / "c", background=zckpt.Background(snapshot_bytes=snapshot_bytes))
         engine.weight.zero_()
         pending.wait()
     buffers = max(snapshot_bytes, 4 * 8 * MIB)

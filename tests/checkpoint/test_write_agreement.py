@@ -26,7 +26,7 @@ from tests.support.interrupts import interrupt_in, wait_until_main_is_in
 from tests.support.models import make_engine, train
 from tests.support.plain_engine import Engine, engines_are_adapters, everything
 from tests.support.states import fragment, same
-from zckpt.checkpoint.background import Background
+from zckpt.checkpoint.background import BackgroundWork
 from zckpt.checkpoint.write import write_engine
 from zckpt.checkpoint.writing.options import WriteOptions
 from zckpt.checkpoint.writing.rank_write import RankWrite
@@ -213,8 +213,8 @@ def interrupting_the_copy(put: Callable[..., None]) -> Callable[..., None]:
 
     def call(*args: Any) -> None:
         if next(count) == 0:
-            wait_until_main_is_in(Background.wait_until_copied, threading.Event.wait)
-            interrupt_in(Background.wait_until_copied)
+            wait_until_main_is_in(BackgroundWork.wait_until_copied, threading.Event.wait)
+            interrupt_in(BackgroundWork.wait_until_copied)
             interrupted.set()
         assert interrupted.wait(60)
         put(*args)

@@ -30,11 +30,12 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("options", "message"),
     [
         ({"reuse": False}, "reuse must be a path or None, got False"),
-        ({"copy_to": 3}, "copy_to must be a path or None, got 3"),
+        ({"copy_to": 3}, "copy_to must be a path, a zckpt.CopyTo or None, got 3"),
         ({"parts": [3]}, "a name must be a str, got 3"),
         ({"exclude": 3}, "names must be a str or a collection of them, got 3"),
         ({"latest": "no"}, "latest must be True or False, got 'no'"),
-        ({"background": "lazy"}, "background must be True or False, got 'lazy'"),
+        ({"background": "lazy"}, "background must be True, False or a zckpt.Background, got 'lazy'"),
+        ({"keeplast": 3}, r"zckpt.write has no keeplast \(did you mean 'keep_last'\?\): it has engine, path, step"),
         ({"path": 3}, "a path must be a str or a Path, got int"),
         ({"keep_last": True}, "keep_last must be a whole number of 1 or more, got True"),
     ],
@@ -57,7 +58,7 @@ def test_options_of_a_write(tmp_path: Path, options: dict[str, Any], message: st
         (lambda path: zckpt.Budget(nbytes=TEXT), "nbytes must be a whole number, got '32MB'"),
         (lambda path: zckpt.dcp.Writer(NO_PATH), "a path must be a str or a Path, got int"),
         (lambda path: zckpt.dcp.Writer("c", per_rank=NO_PATH), "names must be a str or a collection of them, got 3"),
-        (lambda path: zckpt.dcp.Writer("c", copy_to=NO_PATH), "copy_to must be a path or None, got 3"),
+        (lambda path: zckpt.dcp.Writer("c", copy_to=NO_PATH), "copy_to must be a path, a zckpt.CopyTo or None, got 3"),
         (lambda path: zckpt.dcp.Reader(NO_PATH), "a path must be a str or a Path, got int"),
     ],
 )

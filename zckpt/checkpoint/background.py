@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from zckpt.ranks.collectives import Ranks
 
 _INTERRUPTED = "it was interrupted before all of the state had been copied"
-_pending: dict[tuple[int, ...], Background] = {}
+_pending: dict[tuple[int, ...], BackgroundWork] = {}
 """The work in the background that nobody has waited for yet, by the numbers in the job of the ranks that do it
 together."""
 
 
-class Background:
+class BackgroundWork:
     """Work that each rank does in a thread of its own, such as a write.
 
     The caller need not do anything with this object. A failure is printed on stderr at once. The next write, restore,
@@ -194,7 +194,7 @@ class Background:
             traceback.print_exception(self.error)
 
 
-class PendingWrite(Background):
+class PendingWrite(BackgroundWork):
     """A write in the background, as ``zckpt.write(..., background=True)`` returns it.
 
     The caller need not do anything with this object. A failure is printed on stderr at once. The next write, restore,
@@ -268,7 +268,7 @@ def wait_for(ranks: Ranks) -> None:
         pending._leave_engine()
 
 
-def _wait_together(pending: Background) -> None:
+def _wait_together(pending: BackgroundWork) -> None:
     ranks = pending._ranks.foreground("zckpt.wait")
     with ranks.undivided():
         ranks.together(pending.wait_until_ended, "wait for what goes on in the background")

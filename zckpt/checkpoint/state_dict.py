@@ -11,7 +11,7 @@ import msgpack
 from zckpt.checkpoint.background import wait_for
 from zckpt.checkpoint.write import CommonOptions, write_together
 from zckpt.checkpoint.writing.collect import fingerprint
-from zckpt.checkpoint.writing.options import WriteOptions
+from zckpt.checkpoint.writing.options import Background, CopyTo, EarlierOptions, WriteOptions, grouped
 from zckpt.engines.history import history_of
 from zckpt.engines.state_dict.flat import (
     OWN,
@@ -69,7 +69,7 @@ def write_state_dict(
     process_group: ProcessGroup | None = None,
     per_rank: Collection[str] = (),
     overwrite: bool = False,
-    background: Literal[True],
+    background: Literal[True] | Background,
     snapshot_bytes: int | None = None,
     **options: Unpack[Options],
 ) -> PendingWrite: ...
@@ -89,11 +89,9 @@ def write_state_dict(
     reuse: StrPath | None = "latest",
     node_local: bool = False,
     ranks_per_file: int = 1,
-    copy_to: StrPath | None = None,
-    copy_keep_last: int | None = None,
-    copy_keep_every: int | None = None,
-    background: bool = False,
-    snapshot_bytes: int | None = None,
+    copy_to: StrPath | CopyTo | None = None,
+    background: bool | Background = False,
+    **earlier: Unpack[EarlierOptions],
 ) -> str | PendingWrite:
     """Writes a state dict as one checkpoint. Every rank has to call this.
 
@@ -127,10 +125,9 @@ def write_state_dict(
         node_local: as for ``zckpt.write``.
         ranks_per_file: as for ``zckpt.write``.
         copy_to: as for ``zckpt.write``.
-        copy_keep_last: as for ``zckpt.write``.
-        copy_keep_every: as for ``zckpt.write``.
-        background: as for ``zckpt.write``. The tensors may change as soon as this returns.
-        snapshot_bytes: as for ``zckpt.write``.
+        background: as for ``zckpt.write``, but a snapshot is never "lazy". The tensors may change as soon as this
+            returns.
+        earlier: as for ``zckpt.write``.
 
     Returns:
         The absolute path of the checkpoint. With ``background``, a PendingWrite.
@@ -143,11 +140,11 @@ def write_state_dict(
         TypeError: an argument has the wrong type.
         ValueError: an argument has a value that is not allowed.
     """
+    in_background, copies = grouped(write_state_dict, background, copy_to, earlier)
     options = WriteOptions(
         step=step, overwrite=overwrite, latest=latest, budget=budget, progress=progress, keep_last=keep_last,
-        keep_every=keep_every, reuse=reuse, node_local=node_local, ranks_per_file=ranks_per_file, copy_to=copy_to,
-        copy_keep_last=copy_keep_last, copy_keep_every=copy_keep_every, background=background,
-        snapshot_bytes=snapshot_bytes, replace_foreign=overwrite,
+        keep_every=keep_every, reuse=reuse, node_local=node_local, ranks_per_file=ranks_per_file, copy_to=copies,
+        background=in_background, replace_foreign=overwrite,
     )  # fmt: skip
     return write_contents(partial(HeldLeaves.of, state_dict), path, options, process_group, per_rank)
 

@@ -15,7 +15,7 @@ from zckpt.checkpoint.tiers import queue
 from zckpt.checkpoint.tiers.upload import Upload, place_there, run_there
 from zckpt.checkpoint.writing.decide import Agreed, Assigned, Facts, ForRank, Planned, agree, describe
 from zckpt.checkpoint.writing.machines import Machines, find_machines
-from zckpt.checkpoint.writing.options import WriteOptions
+from zckpt.checkpoint.writing.options import Background, CopyTo, EarlierOptions, WriteOptions, grouped
 from zckpt.checkpoint.writing.prepare import Preparation, RankPlan, claimed, plan, prepare
 from zckpt.checkpoint.writing.rank_write import RankWrite, join
 from zckpt.engines import engine_of, group_of
@@ -48,12 +48,10 @@ class CommonOptions(TypedDict, total=False):
     reuse: StrPath | None
     node_local: bool
     ranks_per_file: int
-    copy_to: StrPath | None
-    copy_keep_last: int | None
-    copy_keep_every: int | None
+    copy_to: StrPath | CopyTo | None
 
 
-class _Options(CommonOptions, total=False):
+class _Options(CommonOptions, EarlierOptions, total=False):
     step: int | None
     parts: Collection[str] | None
     exclude: Collection[str]
@@ -63,22 +61,17 @@ class _Options(CommonOptions, total=False):
     pending_gradients: Literal["refuse", "drop"]
 
 
-class _BackgroundOptions(_Options, total=False):
-    snapshot: Literal["copy", "lazy"]
-    snapshot_bytes: int | None
-
-
 @overload
 def write(
     engine: object, path: StrPath | None = None, *, background: Literal[False] = False, **options: Unpack[_Options]
 ) -> str: ...
 @overload
 def write(
-    engine: object, path: StrPath | None = None, *, background: Literal[True], **options: Unpack[_BackgroundOptions]
+    engine: object, path: StrPath | None = None, *, background: Literal[True] | Background, **options: Unpack[_Options]
 ) -> PendingWrite: ...
 @overload
 def write(
-    engine: object, path: StrPath | None = None, *, background: bool, **options: Unpack[_BackgroundOptions]
+    engine: object, path: StrPath | None = None, *, background: bool | Background, **options: Unpack[_Options]
 ) -> str | PendingWrite: ...
 def write(
     engine: object,
@@ -99,12 +92,9 @@ def write(
     reuse: StrPath | None = "latest",
     node_local: bool = False,
     ranks_per_file: int = 1,
-    copy_to: StrPath | None = None,
-    copy_keep_last: int | None = None,
-    copy_keep_every: int | None = None,
-    background: bool = False,
-    snapshot: Literal["copy", "lazy"] = "copy",
-    snapshot_bytes: int | None = None,
+    copy_to: StrPath | CopyTo | None = None,
+    background: bool | Background = False,
+    **earlier: Unpack[EarlierOptions],
 ) -> str | PendingWrite:
     """Writes the state of a training engine as one checkpoint. Every rank has to call this.
 
@@ -181,17 +171,12 @@ def write(
             bytes. The copy has the same path relative to this directory as the checkpoint has relative to the directory
             of its own run. If ``latest`` changes, the file ``latest`` of ``copy_to`` changes too once the copy is
             complete. With ``overwrite``, a checkpoint that is already there is replaced. ``keep_last`` never removes a
-            checkpoint that is being copied or is the next one to be copied.
-        copy_keep_last: as ``keep_last``, for the copies. None removes no copies, whatever ``keep_last`` is.
-        copy_keep_every: as ``keep_every``, for the copies.
-        background: whether a PendingWrite is returned before the data are on disk.
-        snapshot: with ``background``, the time at which training may continue. "copy" means that the state has been
-            copied in memory. "lazy" means that only what the optimizer does not own has been copied, such as buffers
-            and frozen weights. Master weights and moments are then read while the next forward and backward passes run,
-            and the next optimizer step waits until that is done. Nothing else may change them before.
-        snapshot_bytes: with ``background``, the number of bytes of memory that the copies may take on this rank. If the
-            state is larger, the rest is on disk before training continues. None means half of the available memory,
-            divided among the ranks of a machine.
+            checkpoint that is being copied or is the next one to be copied. A ``zckpt.CopyTo`` also says which copies
+            are kept. Otherwise all are.
+        background: whether a PendingWrite is returned before the data are on disk. A ``zckpt.Background`` also says
+            what is copied before, and into how much memory.
+        earlier: arguments that are fields of ``Background`` and ``CopyTo`` now: ``snapshot``, ``snapshot_bytes``,
+            ``copy_keep_last`` and ``copy_keep_every``. They are accepted as before.
 
     Returns:
         The absolute path of the checkpoint. With ``background``, a PendingWrite.
@@ -205,7 +190,7 @@ def write(
         OffloadedError: a state that ``zckpt.offload`` moved to disk is lost.
         ValueError: the engine does not have one of the parts, ``latest`` cannot name ``path``, or an argument has a
             value that is not allowed.
-        TypeError: an argument has the wrong type.
+        TypeError: an argument has the wrong type, or there is no such argument.
         CheckpointExistsError: there is already a checkpoint at ``path``, or ``path`` is the directory of a run or is
             inside of a checkpoint. One of two nested checkpoints would hide the other.
         LockedError: another writer is writing to ``path``.
@@ -214,12 +199,12 @@ def write(
             before a byte is written. A checkpoint that is replaced takes its space until the new one is committed.
         StorageError: the operating system reports an error when it reads or writes.
     """
+    in_background, copies = grouped(write, background, copy_to, earlier)
     options = WriteOptions(
         parts=parts, exclude=exclude, client_state=client_state, rank_state=rank_state, overwrite=overwrite,
         latest=latest, budget=budget, progress=progress, pending_gradients=pending_gradients, keep_last=keep_last,
-        keep_every=keep_every, reuse=reuse, node_local=node_local, ranks_per_file=ranks_per_file, copy_to=copy_to,
-        copy_keep_last=copy_keep_last, copy_keep_every=copy_keep_every, background=background, snapshot=snapshot,
-        snapshot_bytes=snapshot_bytes, replace_foreign=overwrite, step=step,
+        keep_every=keep_every, reuse=reuse, node_local=node_local, ranks_per_file=ranks_per_file, copy_to=copies,
+        background=in_background, replace_foreign=overwrite, step=step,
     )  # fmt: skip
     return write_engine(engine_of(engine), path, options)
 
@@ -257,7 +242,7 @@ def write_together(
         # This is inside of the step, because it may fail. It stays so unless ``find_machines`` finds several.
         machines = Machines.one(ranks.size)
         if options.copy_to is not None:
-            there = place_there(options.copy_to, prepared.run.location, prepared.store.location)
+            there = place_there(options.copy_to.path, prepared.run.location, prepared.store.location)
             copy_at = open_store(there).location
         return prepared.facts
 
@@ -330,8 +315,10 @@ def _upload(prepared: Preparation, agreed: Agreed, ranks: Ranks, target: Locatio
     """Returns the copy of the checkpoint that is made after its commit. It has no reference to the engine's state.
     ``ranks``: the ranks of the write, for use in the thread of the uploads. ``target``: the directory of the copy."""
     queue.uploads_of(ranks)  # on each rank, before a rank can fail
-    options, copy_to = prepared.options, str(prepared.options.copy_to)
-    kept, written = (options.copy_keep_last, options.copy_keep_every), (agreed.run_id, agreed.save_id)
+    options, copies = prepared.options, prepared.options.copy_to
+    assert copies is not None, "there is a place for copies"
+    copy_to = str(copies.path)
+    kept, written = (copies.keep_last, copies.keep_every), (agreed.run_id, agreed.save_id)
     return Upload(
         source=prepared.store.location, target=target, run=run_there(copy_to, prepared.run.location),
         save_id=agreed.save_id, ranks=ranks, overwrite=options.overwrite, budget=options.budget,

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 import torch.distributed as dist
 
 from zckpt.checkpoint.restoring.plan import check_settings
 from zckpt.checkpoint.writing.collect import what_is_left_out
 from zckpt.checkpoint.writing.decide import LEFT_OUT, tell
-from zckpt.checkpoint.writing.options import WriteOptions, check_counts
+from zckpt.checkpoint.writing.options import (
+    Background,
+    CopyTo,
+    EarlierOptions,
+    WriteOptions,
+    check_counts,
+    grouped,
+)
 from zckpt.checkpoint.writing.saves import Saves, forget_saves, saves_of
 from zckpt.engines import adapt, group_of
 from zckpt.engines.hooks import after_calls
@@ -30,16 +37,14 @@ _METHODS = ("save_checkpoint", "load_checkpoint")
 _MARK = "_zckpt_attaches"
 
 
-class _Options(TypedDict, total=False):
-    background: bool | None
+class _Options(EarlierOptions, total=False):
+    background: bool | Background | None
     replace_deepspeed: bool
     keep_last: int | None
     keep_every: int | None
     full_every: int | None
     reuse: Literal["latest"] | None
-    copy_to: StrPath | None
-    copy_keep_last: int | None
-    copy_keep_every: int | None
+    copy_to: StrPath | CopyTo | None
     settings: Literal["checkpoint", "engine"]
     ranks_per_file: int
 
@@ -47,17 +52,16 @@ class _Options(TypedDict, total=False):
 def attach(
     engine: Any,
     *,
-    background: bool | None = None,
+    background: bool | Background | None = None,
     replace_deepspeed: bool = False,
     keep_last: int | None = None,
     keep_every: int | None = None,
     full_every: int | None = None,
     reuse: Literal["latest"] | None = "latest",
-    copy_to: StrPath | None = None,
-    copy_keep_last: int | None = None,
-    copy_keep_every: int | None = None,
+    copy_to: StrPath | CopyTo | None = None,
     settings: Literal["checkpoint", "engine"] = "checkpoint",
     ranks_per_file: int = 1,
+    **earlier: Unpack[EarlierOptions],
 ) -> Any:
     """Makes ``save_checkpoint`` and ``load_checkpoint`` of a DeepSpeed engine use zckpt.
 
@@ -123,13 +127,12 @@ def attach(
             goes on, as by ``zckpt.write``. ``load_checkpoint`` then looks in ``load_dir`` and in this directory, as
             ``zckpt.restore`` does with both paths. If Trainer, Accelerate or Lightning has made a directory for one
             save, such as ``checkpoint-10``, the copy is in a directory of this name in ``copy_to``. The frameworks' own
-            files are not copied.
-        copy_keep_last: as for ``zckpt.write``.
-        copy_keep_every: as for ``zckpt.write``.
+            files are not copied. A ``zckpt.CopyTo`` also says which copies are kept.
         settings: whether ``load_checkpoint`` restores the settings of the checkpoint, or the engine keeps its own, such
             as a new learning rate, as for ``zckpt.restore``. With ``load_lr_scheduler_states=False`` the scheduler
             stays where it is.
         ranks_per_file: as for ``zckpt.write``.
+        earlier: as for ``zckpt.write``.
 
     Returns:
         The engine.
@@ -147,14 +150,14 @@ def attach(
             hint="attach the engine that deepspeed.initialize returns; any other one: zckpt.write and zckpt.restore",
         )
     options = _write_options(
-        background, replace_deepspeed, keep_last, keep_every, full_every, reuse, copy_to, copy_keep_last,
-        copy_keep_every, settings, ranks_per_file,
+        background, replace_deepspeed, keep_last, keep_every, full_every, reuse, copy_to, settings, ranks_per_file,
+        **earlier,
     )  # fmt: skip
     if saves_of(engine) is None:
         adapter = adapt(engine)
         adapter.refuse_unsupported(drop_gradients=True, leave_out=True)
         original: Callable[..., Any] = engine.load_checkpoint
-        saves = Saves(engine, full_every or 1, settings, copy_to)
+        saves = Saves(engine, full_every or 1, settings, options.copy_to)
         engine.save_checkpoint = functools.partial(save_checkpoint, engine, options, saves)
         engine.load_checkpoint = functools.partial(load_checkpoint, engine, original, saves)
         _tell_what_is_left_out(engine, None)
@@ -196,19 +199,21 @@ def _is_first(engine: Any) -> bool:
 
 
 def _write_options(
-    background: bool | None = None,
+    background: bool | Background | None = None,
     replace_deepspeed: bool = False,
     keep_last: int | None = None,
     keep_every: int | None = None,
     full_every: int | None = None,
     reuse: str | None = "latest",
-    copy_to: StrPath | None = None,
-    copy_keep_last: int | None = None,
-    copy_keep_every: int | None = None,
+    copy_to: StrPath | CopyTo | None = None,
     settings: str = "checkpoint",
     ranks_per_file: int = 1,
+    **earlier: Unpack[EarlierOptions],
 ) -> WriteOptions:
-    """Returns the options of the writes of an attached engine. Raises ValueError."""
+    """Returns the options of the writes of an attached engine. Raises ValueError and TypeError."""
+    if background is None:
+        background = flag("ZCKPT_BACKGROUND", False)
+    in_background, copies = grouped(attach, background, copy_to, earlier)
     check_counts(full_every=full_every)
     check_settings(settings)
     if reuse not in ("latest", None):
@@ -216,13 +221,11 @@ def _write_options(
     options = WriteOptions(
         overwrite=True, pending_gradients="drop", each_client_state=True, leave_out=True,
         replace_foreign=replace_deepspeed, keep_last=keep_last, keep_every=keep_every, reuse=reuse,
-        copy_to=copy_to, copy_keep_last=copy_keep_last, copy_keep_every=copy_keep_every,
-        ranks_per_file=ranks_per_file,
-        background=flag("ZCKPT_BACKGROUND", False) if background is None else background,
+        copy_to=copies, ranks_per_file=ranks_per_file, background=in_background,
     )  # fmt: skip
     options.checked()
-    if copy_to is not None:
-        open_store(copy_to)
+    if copies is not None:
+        open_store(copies.path)
     return options
 
 

@@ -74,7 +74,7 @@ def choose_copy(saves: Saves, run: Location, tag: object, ranks: Ranks) -> tuple
     there. Collective."""
     if saves.copy_to is None:
         return None
-    places = run, run_there(saves.copy_to, run)
+    places = run, run_there(saves.copy_to.path, run)
 
     def look() -> tuple[Chosen, str] | None:
         try:

@@ -6,7 +6,7 @@ import os
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from zckpt.checkpoint.background import Background, wait_for
+from zckpt.checkpoint.background import BackgroundWork, wait_for
 from zckpt.engines import adapt, group_of
 from zckpt.errors import MismatchError, RankError, ZckptError, first_few
 from zckpt.offloading.away import LOST_HINT, Back, MovedStorages, away_of, storages
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 class Offloaded:
     """The result of ``zckpt.offload``."""
 
-    def __init__(self, parts: tuple[str, ...] = (), nbytes: int = 0, pending: Background | None = None) -> None:
+    def __init__(self, parts: tuple[str, ...] = (), nbytes: int = 0, pending: BackgroundWork | None = None) -> None:
         self.parts = parts
         """The names of the parts of which at least one rank moves something."""
         self.nbytes = nbytes
@@ -137,7 +137,8 @@ def offload(
             rank_offload.free(moved_parts)
             result.nbytes = rank_offload.nbytes
 
-        pending = Background(f"the offload to {rank_offload.directory}", finish, writing_ranks) if background else None
+        what = f"the offload to {rank_offload.directory}"
+        pending = BackgroundWork(what, finish, writing_ranks) if background else None
         result = Offloaded(moved_parts, rank_offload.nbytes, pending)
         try:
             ranks.together(lambda: rank_offload.begin(pending), "begin the offload")
@@ -307,7 +308,7 @@ class _RankOffload:
             self.directory = scratch_directory(self.directory)
         return in_order({part for moved in self._moved for part in moved.parts})
 
-    def begin(self, pending: Background | None) -> None:
+    def begin(self, pending: BackgroundWork | None) -> None:
         """Makes every call that uses the engine wait for ``pending``, and check what is offloaded, from now on."""
         out = away_of(self._engine) or MovedStorages(self._engine, self._adapter.uses())
         if pending is not None:

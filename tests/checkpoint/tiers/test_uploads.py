@@ -44,7 +44,7 @@ def trained(steps: int) -> ReferenceEngine:
 def write(engine: ReferenceEngine, tmp_path: Path, **options: Any) -> None:
     """Does one more step, and writes a checkpoint that is copied to ``far``."""
     engine.train(1)
-    zckpt.write(engine, tmp_path / "near" / f"step{engine.steps}", copy_to=tmp_path / "far", **options)
+    zckpt.write(engine, tmp_path / "near" / f"step{engine.steps}", **{"copy_to": tmp_path / "far", **options})
 
 
 @contextmanager
@@ -115,10 +115,12 @@ def test_the_newest_checkpoint_that_waits_is_copied_next_and_keep_last_leaves_it
     assert zckpt.open(tmp_path / "far").step == 5
 
 
-def test_each_place_keeps_its_own_number(tmp_path: Path) -> None:
+@pytest.mark.parametrize("earlier", [False, True])
+def test_each_place_keeps_its_own_number(tmp_path: Path, earlier: bool) -> None:
     engine = trained(0)
+    of_copies: dict[str, Any] = {"copy_to": zckpt.CopyTo(tmp_path / "far", keep_last=1, keep_every=3)}
     for _ in range(6):
-        write(engine, tmp_path, keep_last=2, copy_keep_last=1, copy_keep_every=3)
+        write(engine, tmp_path, keep_last=2, **{"copy_keep_last": 1, "copy_keep_every": 3} if earlier else of_copies)
         zckpt.wait()
     assert directory_names(tmp_path / "near") == ["step5", "step6"]
     assert directory_names(tmp_path / "far") == ["step3", "step6"]
@@ -212,8 +214,8 @@ def test_the_training_goes_on_if_the_checkpoint_vanishes_before_it_is_copied(tmp
     [
         ({"copy_to": "{near}"}, r"copy_to .*run itself"),
         ({"copy_keep_last": 2}, "pass copy_to too"),
-        ({"copy_to": "{far}", "copy_keep_last": 0}, "copy_keep_last must"),
-        ({"copy_to": "{far}", "copy_keep_every": 2}, "pass copy_keep_last too"),
+        ({"copy_to": "{far}", "copy_keep_last": 0}, "keep_last of copy_to must"),
+        ({"copy_to": "{far}", "copy_keep_every": 2}, "keep_every of copy_to .* pass keep_last too"),
         ({"copy_to": "nowhere://far"}, "scheme 'nowhere'"),
     ],
 )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
+from zckpt.errors import refuse_unknown
 from zckpt.format.limits import WORLD_SIZE_MAX
 from zckpt.plan.select import several
 from zckpt.progress import check_progress
@@ -15,7 +17,7 @@ from zckpt.storage.location import Location
 from zckpt.transfer.budget import budget_or_default
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Callable, Collection
 
     from zckpt.progress import Progress
     from zckpt.storage.location import StrPath
@@ -27,6 +29,105 @@ def check_counts(**counts: int | None) -> None:
     for name, count in counts.items():
         if not (count is None or (type(count) is int and count >= 1)):
             raise ValueError(f"{name} must be a whole number of 1 or more, got {count!r}")
+
+
+def check_retention(keep_last: int | None, keep_every: int | None, of: str = "") -> None:
+    """Raises ValueError unless this says which checkpoints are kept. ``of`` stands behind the names in its text."""
+    check_counts(**{f"keep_last{of}": keep_last, f"keep_every{of}": keep_every})
+    if keep_every is not None and keep_last is None:
+        raise ValueError(f"keep_every{of} says what is kept beside the last ones: pass keep_last too")
+
+
+@dataclass(frozen=True, slots=True)
+class Background:
+    """How ``zckpt.write`` works in the background: ``background=zckpt.Background(snapshot="lazy")``.
+
+    Args:
+        snapshot: what is copied before the call returns. "copy" copies everything. "lazy" copies only buffers,
+            ``client_state`` and frozen weights. Master weights and moments are then read while the next forward and
+            backward passes run, and the next optimizer step waits until that is done. Nothing else may change them
+            before.
+        snapshot_bytes: the number of bytes of memory that the copies may take on this rank. If the state is larger, the
+            rest is on disk before training continues. None means half of the available memory, divided among the ranks
+            of a machine.
+
+    Raises:
+        ValueError: a field has a value that is not allowed.
+    """
+
+    snapshot: Literal["copy", "lazy"] = "copy"
+    snapshot_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.snapshot not in ("copy", "lazy"):
+            raise ValueError(f"snapshot must be 'copy' or 'lazy', got {self.snapshot!r}")
+        if self.snapshot_bytes is not None and not (isinstance(self.snapshot_bytes, int) and self.snapshot_bytes >= 0):
+            raise ValueError(f"snapshot_bytes must be a number of bytes, 0 or more, got {self.snapshot_bytes!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class CopyTo:
+    """Where ``zckpt.write`` also copies its checkpoint, and which copies are kept there:
+    ``copy_to=zckpt.CopyTo("s3://bucket/run", keep_last=5)``.
+
+    Args:
+        path: the directory of the run that gets the copies.
+        keep_last: the number of copies that are kept, as for ``zckpt.write``. None removes none, whatever the
+            ``keep_last`` of the write is.
+        keep_every: with ``keep_last``, copies whose step is a multiple of this number are kept too.
+
+    Raises:
+        TypeError: ``path`` is not a path.
+        ValueError: a number is not a whole number of 1 or more.
+    """
+
+    path: StrPath
+    keep_last: int | None = None
+    keep_every: int | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.path, str | os.PathLike):
+            raise TypeError(f"copy_to must be a path, a zckpt.CopyTo or None, got {self.path!r}")
+        check_retention(self.keep_last, self.keep_every, " of copy_to")
+
+
+def copies_to(copy_to: StrPath | CopyTo | None) -> CopyTo | None:
+    """Returns the argument ``copy_to`` of a call in one form. Raises TypeError."""
+    return copy_to if copy_to is None or isinstance(copy_to, CopyTo) else CopyTo(copy_to)
+
+
+class EarlierOptions(TypedDict, total=False):
+    """Arguments that are fields of ``Background`` and ``CopyTo`` now. Calls still accept them."""
+
+    snapshot: Literal["copy", "lazy"]
+    snapshot_bytes: int | None
+    copy_keep_last: int | None
+    copy_keep_every: int | None
+
+
+def grouped(
+    function: Callable[..., Any],
+    background: bool | Background,
+    copy_to: StrPath | CopyTo | None,
+    earlier: Mapping[str, Any],
+) -> tuple[Background | None, CopyTo | None]:
+    """Returns how a write works in the background, and where its checkpoint is copied, or None for either.
+    ``function`` is the function that was called, and the others are its arguments. Raises TypeError and ValueError,
+    also if ``earlier`` has a name that ``EarlierOptions`` does not have."""
+    known = [name for name in inspect.signature(function).parameters if name != "earlier"]
+    refuse_unknown(f"zckpt.{function.__name__}", earlier.keys() - EarlierOptions.__annotations__.keys(), known)
+    if not isinstance(background, bool | Background):
+        raise TypeError(f"background must be True, False or a zckpt.Background, got {background!r}")
+    of_background = {name: value for name, value in earlier.items() if name in Background.__annotations__}
+    given = background if isinstance(background, Background) else Background()
+    in_background = replace(given, **of_background)
+    if not background and in_background != Background():
+        raise ValueError("snapshot and snapshot_bytes are about a write in the background: pass background=True")
+    kept = {name.removeprefix("copy_"): value for name, value in earlier.items() if name.startswith("copy_")}
+    if copy_to is None and any(value is not None for value in kept.values()):
+        raise ValueError("copy_keep_last says how many copies are kept: pass copy_to too")
+    copies = copies_to(copy_to)
+    return in_background if background else None, copies and replace(copies, **kept)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,17 +144,13 @@ class WriteOptions:
     budget: Budget | None = None
     progress: Progress | None = None
     pending_gradients: Literal["refuse", "drop"] = "refuse"
-    background: bool = False
-    snapshot: Literal["copy", "lazy"] = "copy"
-    snapshot_bytes: int | None = None
+    background: Background | None = None
     keep_last: int | None = None
     keep_every: int | None = None
     reuse: StrPath | None = "latest"
     node_local: bool = False
     ranks_per_file: int = 1
-    copy_to: StrPath | None = None
-    copy_keep_last: int | None = None
-    copy_keep_every: int | None = None
+    copy_to: CopyTo | None = None
     run: StrPath | None = None
     """The directory that gets the file ``latest``, which names the checkpoint by its path relative to this directory.
     None means the parent of the checkpoint's directory."""
@@ -69,28 +166,15 @@ class WriteOptions:
     def checked(self) -> WriteOptions:
         """Returns the same options with collections of names, and with a budget. Raises ValueError and TypeError for
         values that are not allowed."""
-        if self.snapshot not in ("copy", "lazy"):
-            raise ValueError(f"snapshot must be 'copy' or 'lazy', got {self.snapshot!r}")
-        if not self.background and (self.snapshot, self.snapshot_bytes) != ("copy", None):
-            raise ValueError("snapshot and snapshot_bytes are about a write in the background: pass background=True")
-        if self.snapshot_bytes is not None and not (isinstance(self.snapshot_bytes, int) and self.snapshot_bytes >= 0):
-            raise ValueError(f"snapshot_bytes must be a number of bytes, 0 or more, got {self.snapshot_bytes!r}")
         if self.step is not None and (type(self.step) is not int or self.step < 0):
             raise ValueError(f"step must be a whole number of 0 or more, got {self.step!r}")
         most = self.ranks_per_file
         if type(most) is not int or not 1 <= most <= WORLD_SIZE_MAX:
             raise ValueError(f"ranks_per_file must be a whole number from 1 to {WORLD_SIZE_MAX}, got {most!r}")
-        kept = ("", self.keep_last, self.keep_every), ("copy_", self.copy_keep_last, self.copy_keep_every)
-        for of, last, every in kept:
-            check_counts(**{f"{of}keep_last": last, f"{of}keep_every": every})
-            if every is not None and last is None:
-                raise ValueError(f"{of}keep_every says what is kept beside the last ones: pass {of}keep_last too")
-        if self.copy_to is None and self.copy_keep_last is not None:
-            raise ValueError("copy_keep_last says how many copies are kept: pass copy_to too")
-        for name, path in (("reuse", self.reuse), ("copy_to", self.copy_to)):
-            if not isinstance(path, str | os.PathLike | None):
-                raise TypeError(f"{name} must be a path or None, got {path!r}")
-        for name in ("overwrite", "latest", "background", "node_local"):
+        check_retention(self.keep_last, self.keep_every)
+        if not isinstance(self.reuse, str | os.PathLike | None):
+            raise TypeError(f"reuse must be a path or None, got {self.reuse!r}")
+        for name in ("overwrite", "latest", "node_local"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
         check_progress(self.progress)
@@ -107,15 +191,15 @@ class WriteOptions:
 
     @property
     def lazy(self) -> bool:
-        return self.background and self.snapshot == "lazy"
+        return self.background is not None and self.background.snapshot == "lazy"
 
     def common(self, path: str) -> dict[str, object]:
         """Returns the arguments that have to be the same on every rank."""
         return comparable(
             path=path, step=self.step, parts=self.parts, exclude=self.exclude, overwrite=self.overwrite,
-            latest=self.latest, pending_gradients=self.pending_gradients, background=self.background,
-            snapshot=self.snapshot,
+            latest=self.latest, pending_gradients=self.pending_gradients, background=self.background is not None,
+            snapshot="lazy" if self.lazy else "copy",
             reuse=None if self.reuse is None else str(self.reuse), node_local=self.node_local,
             ranks_per_file=self.ranks_per_file,
-            copy_to=None if self.copy_to is None else str(Location.of(self.copy_to).absolute()),
+            copy_to=None if self.copy_to is None else str(Location.of(self.copy_to.path).absolute()),
         )  # fmt: skip

@@ -235,7 +235,7 @@ class RankWrite:
         synchronize(devices)
         stores = [store] if self.source is None else [store, self.source.store]
         budget = budget_or_default(options.budget).serving(*stores)
-        snapshot_bytes = options.snapshot_bytes or 0
+        snapshot_bytes = options.background.snapshot_bytes or 0 if options.background is not None else 0
         staging = pool_for(devices, budget, block_bytes, snapshot_bytes)
         lasting = {data_file.id.part for data_file in self.data_files} - ANY_TIME
         plan = plan_writes(

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import re
+from typing import TYPE_CHECKING
 
 from zckpt.storage.location import Location, StrPath
+
+if TYPE_CHECKING:
+    from zckpt.checkpoint.writing.options import CopyTo
 
 _SAVES = "_zckpt_saves"
 """The name of the attribute of an attached engine that has its ``Saves``."""
@@ -14,12 +18,12 @@ class Saves:
     """The count of the saves of one attached engine, for each directory that it saves to. All ranks count alike."""
 
     def __init__(
-        self, engine: object, full_every: int, settings: str = "checkpoint", copy_to: StrPath | None = None
+        self, engine: object, full_every: int, settings: str = "checkpoint", copy_to: CopyTo | None = None
     ) -> None:
         self.settings = settings
         """Whose settings the engine has after a load: those of the "checkpoint" or those of the "engine"."""
         self.copy_to = copy_to
-        """The directory to which the saves are copied, and in which a load looks too. None if there is none."""
+        """The place to which the saves are copied, and in which a load looks too. None if there is none."""
         self.told: set[str] = set()
         """The paths of the values that the saves change or leave out, and of which a warning has told."""
         self.weights_from: tuple[str, int] | None = None
