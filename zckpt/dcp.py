@@ -41,7 +41,7 @@ from zckpt.checkpoint.open import open_loader
 from zckpt.checkpoint.reading.loader import ReadRequest
 from zckpt.checkpoint.reading.state_dict import PlainValues, own_rank, paths_of, tensors_by_name
 from zckpt.checkpoint.state_dict import Options, write_contents
-from zckpt.checkpoint.writing.options import Background, WriteOptions, copies_to
+from zckpt.checkpoint.writing.options import Background, WriteOptions
 from zckpt.engines.shards import bounds_of
 from zckpt.engines.state_dict.flat import HeldLeaves, fragment_of, held, values_in_order
 from zckpt.errors import (
@@ -123,8 +123,7 @@ class Writer(StorageWriter, AsyncStager):
         self._group = process_group
         self._background = Background(snapshot_bytes=snapshot_bytes)
         self._per_rank = per_rank
-        of_write: dict[str, Any] = {**options, "copy_to": copies_to(options.get("copy_to"))}
-        self._options = WriteOptions(overwrite=overwrite, replace_foreign=overwrite, **of_write)
+        self._options = WriteOptions(overwrite=overwrite, replace_foreign=overwrite, **options)
         if path is not None:
             Location.of(path)
         several(per_rank)

@@ -49,6 +49,8 @@ NOT_STEPS = {
     "write",
     "write_engine",
     "write_together",
+    "only_earlier",
+    "refuse_unknown",
     "engine_of",
     "find_machines",
     "group_of",

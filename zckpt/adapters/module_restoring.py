@@ -77,13 +77,9 @@ class ModuleRestoring:
         weights = {name: f for name, f in self._adapter.weights_to_read() if f.name in in_params}
         buffers = {name: buffer for name, buffer in self._adapter.buffers[0].items() if name in in_buffers}
         gaps = {name: buffer for name, buffer in buffers.items() if not lies_in_order(buffer)}
-        urgent = [*self._adapter.buffer_fragments({name: buffers[name] for name in buffers if name not in gaps})]
-        urgent += self._extra_fragments(in_buffers)
-        urgent += (fragment for fragment in weights.values() if isinstance(fragment.data, torch.Tensor))
-        in_memory = [flat for flat in self._kind.flats if not flat.files]
-        urgent += chain.from_iterable(map(self._masters, in_memory))
-        moments = chain.from_iterable(map(self._moments_of, in_memory))
-        yield Batch(tuple(urgent), tuple(moments), self._kind.after_masters)
+        in_order = {name: buffer for name, buffer in buffers.items() if name not in gaps}
+        # A variable would keep all fragments while the caller reads.
+        yield self._in_memory(in_order, (f for f in weights.values() if isinstance(f.data, torch.Tensor)))
         for fragment in self._adapter.buffer_fragments(gaps):
             yield Batch((fragment,))
             assert isinstance(fragment.data, torch.Tensor)  # It is a copy, which is copied back here.
@@ -97,6 +93,16 @@ class ModuleRestoring:
             if flat.files:
                 with self._kind.flat_in_memory(flat) as flat_in_memory:
                     yield Batch((*self._masters(flat_in_memory), *self._moments_of(flat_in_memory)))
+
+    def _in_memory(self, buffers: Mapping[str, torch.Tensor], weights: Iterator[Fragment]) -> Batch:
+        """Returns all that is read straight into the memory of the engine. ``buffers`` lie in order."""
+        flats = [flat for flat in self._kind.flats if not flat.files]
+        urgent = chain(
+            self._adapter.buffer_fragments(buffers), self._extra_fragments(self._chosen.get(BUFFER, {})), weights,
+            chain.from_iterable(map(self._masters, flats)),
+        )  # fmt: skip
+        moments = chain.from_iterable(map(self._moments_of, flats))
+        return Batch(tuple(urgent), tuple(moments), self._kind.after_masters)
 
     def _extra_fragments(self, chosen: Mapping[str, Fragment]) -> Iterator[Fragment]:
         """Yields the fragments of the extra state, with new memory that ``finish`` gives to the modules. ``chosen``:

@@ -416,10 +416,12 @@ def _fill(plan: RestorePlan, rank: int | None, request: Request) -> None:
         for batch in batches:
             check_fragments(batch.urgent + batch.others)
             urgent = sum(fragment.name in sources.get(fragment.part, ()) for fragment in batch.urgent)
-            with beside(batch.after_urgent, "zckpt-derive") as after_urgent:
+            requests, derive = _requests(batch.urgent + batch.others, sources), batch.after_urgent
+            del batch  # There may be very many fragments, and ``read`` keeps only what it needs of them.
+            with beside(derive, "zckpt-derive") as after_urgent:
                 checkpoint.read(
-                    _requests(batch.urgent + batch.others, sources), rank=rank, verify=request.verify, advance=advance,
-                    staging=staging, urgent=urgent, after_urgent=after_urgent,
+                    requests, rank=rank, verify=request.verify, advance=advance, staging=staging, urgent=urgent,
+                    after_urgent=after_urgent,
                 )  # fmt: skip
 
 

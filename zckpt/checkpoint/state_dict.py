@@ -11,7 +11,7 @@ import msgpack
 from zckpt.checkpoint.background import wait_for
 from zckpt.checkpoint.write import CommonOptions, write_together
 from zckpt.checkpoint.writing.collect import fingerprint
-from zckpt.checkpoint.writing.options import Background, CopyTo, EarlierOptions, WriteOptions, grouped
+from zckpt.checkpoint.writing.options import Background, CopyTo, EarlierOptions, WriteOptions, only_earlier
 from zckpt.engines.history import history_of
 from zckpt.engines.state_dict.flat import (
     OWN,
@@ -140,11 +140,10 @@ def write_state_dict(
         TypeError: an argument has the wrong type.
         ValueError: an argument has a value that is not allowed.
     """
-    in_background, copies = grouped(write_state_dict, background, copy_to, earlier)
     options = WriteOptions(
         step=step, overwrite=overwrite, latest=latest, budget=budget, progress=progress, keep_last=keep_last,
-        keep_every=keep_every, reuse=reuse, node_local=node_local, ranks_per_file=ranks_per_file, copy_to=copies,
-        background=in_background, replace_foreign=overwrite,
+        keep_every=keep_every, reuse=reuse, node_local=node_local, ranks_per_file=ranks_per_file, copy_to=copy_to,
+        background=background, earlier=only_earlier(write_state_dict, earlier), replace_foreign=overwrite,
     )  # fmt: skip
     return write_contents(partial(HeldLeaves.of, state_dict), path, options, process_group, per_rank)
 

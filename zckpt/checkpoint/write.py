@@ -15,7 +15,7 @@ from zckpt.checkpoint.tiers import queue
 from zckpt.checkpoint.tiers.upload import Upload, place_there, run_there
 from zckpt.checkpoint.writing.decide import Agreed, Assigned, Facts, ForRank, Planned, agree, describe
 from zckpt.checkpoint.writing.machines import Machines, find_machines
-from zckpt.checkpoint.writing.options import Background, CopyTo, EarlierOptions, WriteOptions, grouped
+from zckpt.checkpoint.writing.options import Background, CopyTo, EarlierOptions, WriteOptions, only_earlier
 from zckpt.checkpoint.writing.prepare import Preparation, RankPlan, claimed, plan, prepare
 from zckpt.checkpoint.writing.rank_write import RankWrite, join
 from zckpt.engines import engine_of, group_of
@@ -199,12 +199,11 @@ def write(
             before a byte is written. A checkpoint that is replaced takes its space until the new one is committed.
         StorageError: the operating system reports an error when it reads or writes.
     """
-    in_background, copies = grouped(write, background, copy_to, earlier)
     options = WriteOptions(
         parts=parts, exclude=exclude, client_state=client_state, rank_state=rank_state, overwrite=overwrite,
         latest=latest, budget=budget, progress=progress, pending_gradients=pending_gradients, keep_last=keep_last,
-        keep_every=keep_every, reuse=reuse, node_local=node_local, ranks_per_file=ranks_per_file, copy_to=copies,
-        background=in_background, replace_foreign=overwrite, step=step,
+        keep_every=keep_every, reuse=reuse, node_local=node_local, ranks_per_file=ranks_per_file, copy_to=copy_to,
+        background=background, earlier=only_earlier(write, earlier), replace_foreign=overwrite, step=step,
     )  # fmt: skip
     return write_engine(engine_of(engine), path, options)
 
@@ -241,8 +240,8 @@ def write_together(
         prepared = prepare(engine, path, options, first=ranks.rank == 0)
         # This is inside of the step, because it may fail. It stays so unless ``find_machines`` finds several.
         machines = Machines.one(ranks.size)
-        if options.copy_to is not None:
-            there = place_there(options.copy_to.path, prepared.run.location, prepared.store.location)
+        if prepared.options.copies is not None:
+            there = place_there(prepared.options.copies.path, prepared.run.location, prepared.store.location)
             copy_at = open_store(there).location
         return prepared.facts
 
@@ -266,7 +265,7 @@ def write_together(
                 planned.write, latest_in=latest_in, writers=writers, described=described, data_bytes=data_bytes
             )
             finish = partial(_finish, prepared, agreed, machines, write, to_check, writing_ranks, upload)
-            if options.background:
+            if in_background:
                 pending = PendingWrite(prepared.target, finish, writing_ranks)
             queue.expect(upload)
             return write.begin(WriteLock(prepared.store, save_id=agreed.save_id)) if leads else None
@@ -282,7 +281,8 @@ def write_together(
         interruptible=False,
     )  # fmt: skip
     # The ranks have agreed by now on whether they write in the background.
-    writing_ranks = Ranks(group, channel=BACKGROUND, call=call) if options.background else ranks
+    in_background = prepared.options.in_background is not None
+    writing_ranks = Ranks(group, channel=BACKGROUND, call=call) if in_background else ranks
     if copy_at is not None:
         upload = _upload(prepared, agreed, Ranks(group, channel=UPLOADS, call=call), copy_at)
     try:
@@ -315,7 +315,7 @@ def _upload(prepared: Preparation, agreed: Agreed, ranks: Ranks, target: Locatio
     """Returns the copy of the checkpoint that is made after its commit. It has no reference to the engine's state.
     ``ranks``: the ranks of the write, for use in the thread of the uploads. ``target``: the directory of the copy."""
     queue.uploads_of(ranks)  # on each rank, before a rank can fail
-    options, copies = prepared.options, prepared.options.copy_to
+    options, copies = prepared.options, prepared.options.copies
     assert copies is not None, "there is a place for copies"
     copy_to = str(copies.path)
     kept, written = (copies.keep_last, copies.keep_every), (agreed.run_id, agreed.save_id)

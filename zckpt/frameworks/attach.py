@@ -16,7 +16,7 @@ from zckpt.checkpoint.writing.options import (
     EarlierOptions,
     WriteOptions,
     check_counts,
-    grouped,
+    only_earlier,
 )
 from zckpt.checkpoint.writing.saves import Saves, forget_saves, saves_of
 from zckpt.engines import adapt, group_of
@@ -157,7 +157,7 @@ def attach(
         adapter = adapt(engine)
         adapter.refuse_unsupported(drop_gradients=True, leave_out=True)
         original: Callable[..., Any] = engine.load_checkpoint
-        saves = Saves(engine, full_every or 1, settings, options.copy_to)
+        saves = Saves(engine, full_every or 1, settings, options.copies)
         engine.save_checkpoint = functools.partial(save_checkpoint, engine, options, saves)
         engine.load_checkpoint = functools.partial(load_checkpoint, engine, original, saves)
         _tell_what_is_left_out(engine, None)
@@ -211,9 +211,6 @@ def _write_options(
     **earlier: Unpack[EarlierOptions],
 ) -> WriteOptions:
     """Returns the options of the writes of an attached engine. Raises ValueError and TypeError."""
-    if background is None:
-        background = flag("ZCKPT_BACKGROUND", False)
-    in_background, copies = grouped(attach, background, copy_to, earlier)
     check_counts(full_every=full_every)
     check_settings(settings)
     if reuse not in ("latest", None):
@@ -221,11 +218,12 @@ def _write_options(
     options = WriteOptions(
         overwrite=True, pending_gradients="drop", each_client_state=True, leave_out=True,
         replace_foreign=replace_deepspeed, keep_last=keep_last, keep_every=keep_every, reuse=reuse,
-        copy_to=copies, ranks_per_file=ranks_per_file, background=in_background,
+        copy_to=copy_to, ranks_per_file=ranks_per_file, earlier=only_earlier(attach, earlier),
+        background=flag("ZCKPT_BACKGROUND", False) if background is None else background,
     )  # fmt: skip
     options.checked()
-    if copies is not None:
-        open_store(copies.path)
+    if options.copies is not None:
+        open_store(options.copies.path)
     return options
 
 

@@ -86,7 +86,7 @@ def attach_state(model: Any, optimizers: Any) -> TrainState:
     state = train_state_of(model, optimizers)
     if saves_of(state) is None:
         assert _options
-        Saves(state, _options.full_every, _options.settings, _options.of_writes.copy_to)
+        Saves(state, _options.full_every, _options.settings, _options.of_writes.copies)
         if state.optimizers and _options.on_attach is not None:
             _options.on_attach(state)
     return state

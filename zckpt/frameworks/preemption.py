@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from zckpt.checkpoint.background import wait_for
 from zckpt.checkpoint.write import write_engine
-from zckpt.checkpoint.writing.options import WriteOptions, copies_to
+from zckpt.checkpoint.writing.options import WriteOptions
 from zckpt.engines import adapt, group_of
 from zckpt.engines.hooks import after_calls, before_calls
 from zckpt.errors import UnsupportedError, ZckptError, warn
@@ -252,7 +252,7 @@ def on_preemption(
         last_path = path_or_function() if callable(path_or_function) else path_or_function
         options = WriteOptions(
             client_state=state, overwrite=True, replace_foreign=True, pending_gradients="drop", leave_out=True,
-            copy_to=copies_to(copy_to),
+            copy_to=copy_to,
         )  # fmt: skip
         return str(write_engine(engine, last_path, options))
 

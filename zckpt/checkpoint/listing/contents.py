@@ -3,7 +3,6 @@ the headers of the data files say it. All of these except the manifest are read 
 
 from __future__ import annotations
 
-import math
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -20,7 +19,7 @@ from zckpt.format import data_file as data_file_format
 from zckpt.format import index as index_format
 from zckpt.format import names, tree
 from zckpt.format.digest import DIGEST_BYTES, ReadFile, blocks, check_block, digest
-from zckpt.format.dtypes import DTYPES, ITEM_BYTES
+from zckpt.format.dtypes import DTYPES
 from zckpt.format.limits import DIGEST_TABLE_BYTES_MAX, NAMES_MAX, TREE_BYTES_MAX
 from zckpt.format.names import Tier
 from zckpt.format.rules import broken
@@ -203,9 +202,10 @@ class Contents(Mapping[str, TensorInfo]):
         wrote to one place."""
         return machines_in(self.plain_state)
 
-    @cached_property
+    @property
     def plain_state(self) -> dict[Any, Any]:
-        """What ``plain_root`` returns."""
+        """What ``plain_root`` returns. It is made anew each time that this attribute is read, because it names every
+        parameter of the optimizer, and little of it is needed."""
         return plain_root(self.manifest)
 
     # Where the tensors are stored
@@ -237,9 +237,7 @@ class Contents(Mapping[str, TensorInfo]):
             self.manifest.names[name_id],
             self.manifest.shapes[shape_id],
         )
-        dtype = DTYPES[dtype_id]
-        nbytes = math.prod(shape) * ITEM_BYTES[dtype]
-        return TensorInfo(part, name, dtype, shape, nbytes, part_id, row, self)
+        return TensorInfo(part, name, DTYPES[dtype_id], shape, part_id, row, self)
 
     def pieces(self, info: TensorInfo) -> Iterator[Piece]:
         """Yields the pieces of one tensor as the index records them, copy by copy, in the order of their elements."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -75,8 +76,6 @@ class TensorInfo:
     """The name of the dtype in the format, which is safetensors' name, such as ``"F32"``."""
     shape: tuple[int, ...]
     """The shape of the whole tensor."""
-    nbytes: int
-    """The size of one whole copy of the tensor in bytes."""
     _part_id: int = field(repr=False)
     """The position of the tensor's part in the manifest."""
     _row: int = field(repr=False)
@@ -87,6 +86,11 @@ class TensorInfo:
     def key(self) -> str:
         """The key of the tensor: ``<part>/<parameter name>``."""
         return f"{self.part}/{self.name}"
+
+    @property
+    def nbytes(self) -> int:
+        """The size of one whole copy of the tensor in bytes."""
+        return math.prod(self.shape) * self.item_bytes
 
     @property
     def _place(self) -> tuple[int, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from zckpt.errors import refuse_unknown
@@ -91,11 +91,6 @@ class CopyTo:
         check_retention(self.keep_last, self.keep_every, " of copy_to")
 
 
-def copies_to(copy_to: StrPath | CopyTo | None) -> CopyTo | None:
-    """Returns the argument ``copy_to`` of a call in one form. Raises TypeError."""
-    return copy_to if copy_to is None or isinstance(copy_to, CopyTo) else CopyTo(copy_to)
-
-
 class EarlierOptions(TypedDict, total=False):
     """Arguments that are fields of ``Background`` and ``CopyTo`` now. Calls still accept them."""
 
@@ -105,17 +100,19 @@ class EarlierOptions(TypedDict, total=False):
     copy_keep_every: int | None
 
 
-def grouped(
-    function: Callable[..., Any],
-    background: bool | Background,
-    copy_to: StrPath | CopyTo | None,
-    earlier: Mapping[str, Any],
-) -> tuple[Background | None, CopyTo | None]:
-    """Returns how a write works in the background, and where its checkpoint is copied, or None for either.
-    ``function`` is the function that was called, and the others are its arguments. Raises TypeError and ValueError,
-    also if ``earlier`` has a name that ``EarlierOptions`` does not have."""
+def only_earlier(function: Callable[..., Any], others: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the arguments that the signature of ``function`` does not name. Raises TypeError if one of them is not
+    among ``EarlierOptions``."""
     known = [name for name in inspect.signature(function).parameters if name != "earlier"]
-    refuse_unknown(f"zckpt.{function.__name__}", earlier.keys() - EarlierOptions.__annotations__.keys(), known)
+    refuse_unknown(f"zckpt.{function.__name__}", others.keys() - EarlierOptions.__annotations__.keys(), known)
+    return others
+
+
+def _grouped(
+    background: bool | Background, copy_to: StrPath | CopyTo | None, earlier: Mapping[str, Any]
+) -> tuple[Background | None, CopyTo | None]:
+    """Returns how a write works in the background, and where its checkpoint is copied, or None for either. ``earlier``:
+    those of ``EarlierOptions`` that were given. Raises TypeError and ValueError."""
     if not isinstance(background, bool | Background):
         raise TypeError(f"background must be True, False or a zckpt.Background, got {background!r}")
     of_background = {name: value for name, value in earlier.items() if name in Background.__annotations__}
@@ -126,7 +123,7 @@ def grouped(
     kept = {name.removeprefix("copy_"): value for name, value in earlier.items() if name.startswith("copy_")}
     if copy_to is None and any(value is not None for value in kept.values()):
         raise ValueError("copy_keep_last says how many copies are kept: pass copy_to too")
-    copies = copies_to(copy_to)
+    copies = copy_to if copy_to is None or isinstance(copy_to, CopyTo) else CopyTo(copy_to)
     return in_background if background else None, copies and replace(copies, **kept)
 
 
@@ -144,13 +141,15 @@ class WriteOptions:
     budget: Budget | None = None
     progress: Progress | None = None
     pending_gradients: Literal["refuse", "drop"] = "refuse"
-    background: Background | None = None
+    background: bool | Background = False
     keep_last: int | None = None
     keep_every: int | None = None
     reuse: StrPath | None = "latest"
     node_local: bool = False
     ranks_per_file: int = 1
-    copy_to: CopyTo | None = None
+    copy_to: StrPath | CopyTo | None = None
+    earlier: Mapping[str, Any] = field(default_factory=dict)
+    """Those of ``EarlierOptions`` that were given."""
     run: StrPath | None = None
     """The directory that gets the file ``latest``, which names the checkpoint by its path relative to this directory.
     None means the parent of the checkpoint's directory."""
@@ -164,8 +163,9 @@ class WriteOptions:
     CheckpointExistsError before a byte is written."""
 
     def checked(self) -> WriteOptions:
-        """Returns the same options with collections of names, and with a budget. Raises ValueError and TypeError for
-        values that are not allowed."""
+        """Returns the same options with collections of names, a budget, and none in ``earlier``. Raises ValueError and
+        TypeError for values that are not allowed."""
+        background, copies = _grouped(self.background, self.copy_to, self.earlier)
         if self.step is not None and (type(self.step) is not int or self.step < 0):
             raise ValueError(f"step must be a whole number of 0 or more, got {self.step!r}")
         most = self.ranks_per_file
@@ -187,19 +187,32 @@ class WriteOptions:
         if self.pending_gradients not in ("refuse", "drop"):
             raise ValueError(f"pending_gradients must be 'refuse' or 'drop', got {self.pending_gradients!r}")
         budget = budget_or_default(self.budget)
-        return replace(self, parts=several(self.parts), exclude=several(self.exclude), budget=budget)
+        return replace(
+            self, parts=several(self.parts), exclude=several(self.exclude), budget=budget,
+            background=background or False, copy_to=copies, earlier={},
+        )  # fmt: skip
+
+    @property
+    def in_background(self) -> Background | None:
+        """How the write works in the background. None if it does not."""
+        return _grouped(self.background, self.copy_to, self.earlier)[0]
+
+    @property
+    def copies(self) -> CopyTo | None:
+        """Where the checkpoint is copied. None if it is not."""
+        return _grouped(self.background, self.copy_to, self.earlier)[1]
 
     @property
     def lazy(self) -> bool:
-        return self.background is not None and self.background.snapshot == "lazy"
+        return self.in_background is not None and self.in_background.snapshot == "lazy"
 
     def common(self, path: str) -> dict[str, object]:
         """Returns the arguments that have to be the same on every rank."""
         return comparable(
             path=path, step=self.step, parts=self.parts, exclude=self.exclude, overwrite=self.overwrite,
-            latest=self.latest, pending_gradients=self.pending_gradients, background=self.background is not None,
+            latest=self.latest, pending_gradients=self.pending_gradients, background=self.in_background is not None,
             snapshot="lazy" if self.lazy else "copy",
             reuse=None if self.reuse is None else str(self.reuse), node_local=self.node_local,
             ranks_per_file=self.ranks_per_file,
-            copy_to=None if self.copy_to is None else str(Location.of(self.copy_to.path).absolute()),
+            copy_to=None if self.copies is None else str(Location.of(self.copies.path).absolute()),
         )  # fmt: skip

@@ -192,9 +192,10 @@ def plan(
         own_plans, ranges_of_files = own_files(alone.data_files, to_share, together[0], block_bytes=BLOCK_BYTES)
         own_plans, same = _reused(prepared, rank, own_plans, agreed.earlier)
         options = prepared.options
-        if options.background is not None and options.background.snapshot_bytes is None:
+        background = options.in_background
+        if background is not None and background.snapshot_bytes is None:
             share_bytes = available_bytes() // 2 // own.ranks_of_host
-            options = replace(options, background=replace(options.background, snapshot_bytes=share_bytes))
+            options = replace(options, background=replace(background, snapshot_bytes=share_bytes))
         write = RankWrite(
             store=prepared.store, save_id=agreed.save_id, rank=rank, data_files=(*own_plans, *ranges_of_files),
             metadata=alone.metadata, options=options, same=same, common_files=common,

@@ -235,12 +235,13 @@ class RankWrite:
         synchronize(devices)
         stores = [store] if self.source is None else [store, self.source.store]
         budget = budget_or_default(options.budget).serving(*stores)
-        snapshot_bytes = options.background.snapshot_bytes or 0 if options.background is not None else 0
+        background = options.in_background
+        snapshot_bytes = 0 if background is None else background.snapshot_bytes or 0
         staging = pool_for(devices, budget, block_bytes, snapshot_bytes)
         lasting = {data_file.id.part for data_file in self.data_files} - ANY_TIME
         plan = plan_writes(
             self.data_files, lasting if options.lazy else (), batch_bytes=staging.batch_bytes, block_bytes=block_bytes,
-            straight=() if options.background else lasting,
+            straight=() if background is not None else lasting,
         )  # fmt: skip
         same = self.same
         if self.source is None:
