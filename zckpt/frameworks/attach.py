@@ -15,7 +15,7 @@ from zckpt.checkpoint.writing.saves import Saves, forget_saves, saves_of
 from zckpt.engines import adapt, group_of
 from zckpt.engines.hooks import after_calls
 from zckpt.engines.registered import with_registered
-from zckpt.errors import UnsupportedError, refuse_unknown, warn
+from zckpt.errors import UnsupportedError, check_flags, refuse_unknown, warn
 from zckpt.frameworks import fsdp_models, patches, zero_to_fp32
 from zckpt.frameworks.deepspeed_calls import load_checkpoint, save_checkpoint
 from zckpt.storage.schemes import open_store
@@ -211,6 +211,7 @@ def _write_options(
 ) -> WriteOptions:
     """Returns the options of the writes of an attached engine. Raises ValueError."""
     check_counts(full_every=full_every)
+    check_flags(replace_deepspeed=replace_deepspeed)
     check_settings(settings)
     if reuse not in ("latest", None):
         raise ValueError(f"reuse must be 'latest' or None, got {reuse!r}")

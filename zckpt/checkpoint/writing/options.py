@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from zckpt.errors import check_flags
 from zckpt.format.limits import WORLD_SIZE_MAX
 from zckpt.plan.select import several
 from zckpt.progress import check_progress
@@ -90,9 +91,9 @@ class WriteOptions:
         for name, path in (("reuse", self.reuse), ("copy_to", self.copy_to)):
             if not isinstance(path, str | os.PathLike | None):
                 raise TypeError(f"{name} must be a path or None, got {path!r}")
-        for name in ("overwrite", "latest", "background", "node_local"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        check_flags(
+            overwrite=self.overwrite, latest=self.latest, background=self.background, node_local=self.node_local
+        )  # fmt: skip
         check_progress(self.progress)
         given: tuple[tuple[str, object], ...] = ("client_state", self.client_state), ("rank_state", self.rank_state)
         for name, value in given:
