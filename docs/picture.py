@@ -104,9 +104,10 @@ COMMIT = [
     box("queue", "LocalWriter, sync", "storage/local_writer.py", """
         One fsync for each file. Then digests.bin and the
         directory are synced."""),
-    box("queue", "Ranks, decide", "ranks/collectives.py", """
-        Rank 0 waits for every rank, and gets the digest of
-        the digest table of each rank."""),
+    box("queue", "Ranks, decide_each", "ranks/collectives.py", """
+        A gather and a broadcast: each rank sends rank 0 the
+        digest of its digest table, or its error. Rank 0
+        answers every rank: to go on, or with the error."""),
     box("digest", "RankWrite, prepare_commit, with_digests", "checkpoint/writing/rank_write.py, plan/catalog.py", """
         Rank 0 writes index.bin and, under temporary names,
         the manifest and latest. It checks that it still has

@@ -114,8 +114,7 @@ class Writer(StorageWriter, AsyncStager):
             snapshot_bytes: as for ``zckpt.write``, for ``dcp.async_save``.
             per_rank: as for ``zckpt.write_state_dict``. It is needed for tensors that are not DTensors and differ, such
                 as the statistics of a BatchNorm, of which DCP keeps those of one rank.
-            options: the options of ``zckpt.write_state_dict``: step, latest, budget, progress, keep_last, keep_every,
-                reuse, node_local, ranks_per_file and copy_to.
+            options: all other options of ``zckpt.write_state_dict``, except ``background``.
         """
         known = ("path", "process_group", "overwrite", "snapshot_bytes", "per_rank", *Options.__annotations__)
         refuse_unknown("zckpt.dcp.Writer", options, known)

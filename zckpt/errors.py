@@ -244,6 +244,13 @@ def refuse_unknown(call: str, given: Iterable[str], known: Sequence[str]) -> Non
             raise TypeError(f"{call} has no {name}{did_you_mean(name, known)}: it has {', '.join(known)}")
 
 
+def check_flags(**flags: object) -> None:
+    """Raises TypeError for an argument that is neither True nor False."""
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} must be True or False, got {value!r}")
+
+
 OPEN_FILES_HINT = (
     "this process has as many files and connections open as it may: raise its limit (`ulimit -n 65536`, or nofile in "
     "/etc/security/limits.conf) before the job starts; a rank needs up to 70 connections for messages, "

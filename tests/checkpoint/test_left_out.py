@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import warnings
 from enum import Enum
 from functools import partial
@@ -169,6 +170,12 @@ def save_under_any_tag(directory: str) -> None:
         assert everything(other) == everything(engine)
     with pytest.raises((ValueError, zckpt.RankError), match="place of the file `latest`"):
         engine.save_checkpoint(run, "latest/x")
+    there = sorted(path.name for path in Path(directory).rglob("*"))
+    for tag in ("", ".", "..", "first/..", "../..", "/"):
+        with pytest.raises((ValueError, zckpt.RankError), match=f"the tag {re.escape(repr(tag))} names .*choose a tag"):
+            engine.save_checkpoint(f"{directory}/new", tag, save_latest=False)
+    torch.distributed.barrier()
+    assert there == sorted(path.name for path in Path(directory).rglob("*"))
     inner(engine).param_groups[0]["scale"] = rank  # as an optimizer computes it from its own partition
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")

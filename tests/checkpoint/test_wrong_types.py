@@ -12,11 +12,17 @@ import zckpt
 
 NO_PATH: Any = 3
 TEXT: Any = "32MB"
+NO: Any = "no"
 PATTERN: Any = re.compile("w")
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
+
+
+def state() -> zckpt.TrainState:
+    model = torch.nn.Linear(3, 2)
+    return zckpt.TrainState(model, torch.optim.SGD(model.parameters()))
 
 
 @pytest.fixture(scope="module")
@@ -41,10 +47,8 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_options_of_a_write(tmp_path: Path, options: dict[str, Any], message: str) -> None:
-    model = torch.nn.Linear(3, 2)
-    state = zckpt.TrainState(model, torch.optim.SGD(model.parameters()))
     with pytest.raises((TypeError, ValueError), match=message):
-        zckpt.write(state, **{"path": tmp_path / "c", **options})
+        zckpt.write(state(), **{"path": tmp_path / "c", **options})
     assert not [*tmp_path.iterdir()]
 
 
@@ -60,11 +64,32 @@ def test_options_of_a_write(tmp_path: Path, options: dict[str, Any], message: st
         (lambda path: zckpt.dcp.Writer("c", per_rank=NO_PATH), "names must be a str or a collection of them, got 3"),
         (lambda path: zckpt.dcp.Writer("c", copy_to=NO_PATH), "copy_to must be a path, a zckpt.CopyTo or None, got 3"),
         (lambda path: zckpt.dcp.Reader(NO_PATH), "a path must be a str or a Path, got int"),
+        (lambda path: zckpt.restore(state(), path, strict=NO), "strict must be True or False, got 'no'"),
+        (lambda path: zckpt.restore(state(), path, rng=NO), "rng must be True or False, got 'no'"),
+        (lambda path: zckpt.restore(state(), path, verify=NO), "verify must be True or False, got 'no'"),
+        (lambda path: zckpt.restore(state(), path, with_rank_state=NO), "with_rank_state must be True or False"),
+        (lambda path: zckpt.open(path).load_into({}, strict=NO), "strict must be True or False, got 'no'"),
+        (lambda path: zckpt.open(path).load(verify=NO), "verify must be True or False, got 'no'"),
+        (lambda path: zckpt.open(path).rank_state(0, lazy=NO), "lazy must be True or False, got 'no'"),
+        (lambda path: zckpt.gc(path, dry_run=NO), "dry_run must be True or False, got 'no'"),
+        (lambda path: zckpt.prune(path.parent, keep_last=1, dry_run=NO), "dry_run must be True or False, got 'no'"),
+        (lambda path: zckpt.repair(path, accept_unverified=NO), "accept_unverified must be True or False, got 'no'"),
+        (lambda path: zckpt.cp(path, path.parent / "d", verify=NO), "verify must be True or False, got 'no'"),
+        (lambda path: zckpt.cp(path, path.parent / "d", overwrite=NO), "overwrite must be True or False, got 'no'"),
+        (lambda path: zckpt.cp(path, path.parent / "d", share=NO), "share must be True or False, got 'no'"),
+        (lambda path: zckpt.convert(path, path.parent / "d", overwrite=NO), "overwrite must be True or False"),
+        (lambda path: zckpt.export(path, path.parent / "d", overwrite=NO), "overwrite must be True or False"),
+        (lambda path: zckpt.report(path, path.parent / "d", statistics=NO), "statistics must be True or False"),
+        (lambda path: zckpt.offload(state(), path.parent / "d", background=NO), "background must be True or False"),
+        (lambda path: zckpt.offload(state(), path.parent / "d", auto=NO), "auto must be True or False, got 'no'"),
+        (lambda path: zckpt.attach_all(replace_deepspeed=NO), "replace_deepspeed must be True or False, got 'no'"),
     ],
 )
 def test_arguments_of_reads(path: Path, read: Callable[[Path], object], message: str) -> None:
+    there = sorted(path.parent.rglob("*"))
     with pytest.raises(TypeError, match=message):
         read(path)
+    assert sorted(path.parent.rglob("*")) == there
 
 
 def test_a_plain_model_is_no_source_of_an_export(tmp_path: Path) -> None:

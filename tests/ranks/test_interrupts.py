@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -128,9 +129,9 @@ class Lazy(Half):
         self.change = action  # type: ignore[method-assign]
 
 
-def interrupt_everywhere(path: str, who: int, options: dict[str, Any]) -> list[tuple[tuple[str, ...], bool]]:
-    """Writes again and again, and interrupts rank ``who`` at the first meeting of the ranks, then at the second, and so
-    on, until a write is not interrupted.
+def interrupt_everywhere(path: str, who: int, call: str, options: dict[str, Any]) -> list[tuple[tuple[str, ...], bool]]:
+    """Writes again and again by this function of zckpt, and interrupts rank ``who`` at the first meeting of the ranks,
+    then at the second, and so on, until a write is not interrupted.
 
     Returns the outcome of each write on the ranks, and whether its checkpoint is committed.
     """
@@ -148,15 +149,16 @@ def interrupt_everywhere(path: str, who: int, options: dict[str, Any]) -> list[t
 
     results: list[tuple[tuple[str, ...], bool]] = []
     with (
-        engines_are_adapters(),
+        engines_are_adapters() if call == "write" else nullcontext(),
         mock.patch.object(Ranks, "_waiting", interrupted),
     ):
         while not results or results[-1][0][who] != "ok":
             target, engine = Path(path, str(len(results))), Lazy(5)
+            contents = engine if call == "write" else {f"weight.{os.environ['RANK']}": engine.weight, "step": 5}
             meetings = len(results) + 1
             outcome = "ok"
             try:
-                zckpt.write(engine, target, latest=False, **options)
+                getattr(zckpt, call)(contents, target, latest=False, **options)
             except (KeyboardInterrupt, zckpt.RankError) as error:
                 outcome = type(error).__name__
             meetings = 0
@@ -177,15 +179,21 @@ def interrupt_everywhere(path: str, who: int, options: dict[str, Any]) -> list[t
 
 @pytest.mark.parametrize("who", [0, 1])
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"background": True}, {"background": True, "snapshot": "lazy"}, {"ranks_per_file": 2}],
-    ids=["foreground", "background", "lazy", "common-files"],
+    ("call", "options"),
+    [
+        ("write", {}),
+        ("write", {"background": True}),
+        ("write", {"background": True, "snapshot": "lazy"}),
+        ("write", {"ranks_per_file": 2}),
+        ("write_state_dict", {}),
+    ],
+    ids=["foreground", "background", "lazy", "common-files", "state-dict"],
 )
 def test_an_interrupt_at_any_meeting_of_the_ranks_has_the_same_result_on_all_ranks(
-    cluster: Cluster, tmp_path: Path, who: int, options: dict[str, Any]
+    cluster: Cluster, tmp_path: Path, who: int, call: str, options: dict[str, Any]
 ) -> None:
     """Either the write ends on all ranks and leaves no files, or the interrupt comes after all ranks have written."""
-    results, results_of_rank_1 = cluster.run(interrupt_everywhere, 2, str(tmp_path), who, options)
+    results, results_of_rank_1 = cluster.run(interrupt_everywhere, 2, str(tmp_path), who, call, options)
     assert results == results_of_rank_1
     *interrupted, last = results
     assert last == (("ok", "ok"), True)

@@ -337,6 +337,36 @@ def test_the_ranks_of_a_part_hear_of_a_failure_outside_of_their_steps(cluster: C
             assert (rank == who) == error.startswith("ValueError")
 
 
+def stop_in_a_common_file(directory: str, operation: str) -> tuple[str, int | None]:
+    """Rank 0, which has the store of all ranks, stops in the middle of a write of both ranks to one file.
+
+    Returns what rank 1 sees of that.
+    """
+    give_up_after(6)
+    pids = pids_of_ranks()
+    stops = Fault(lambda *_: os.kill(os.getpid(), signal.SIGSTOP), names=(operation,), path=".safetensors")
+    try:
+        with engines_are_adapters(), faulty(None if torch.distributed.get_rank() else stops):
+            zckpt.write(Half(6), f"{directory}/c", ranks_per_file=2)
+    except zckpt.RankError as error:
+        return str(error), error.rank
+    finally:
+        kill_after_all_others(directory, 0, pids)
+    return "written", None
+
+
+@pytest.mark.parametrize("operation", [pytest.param("make", marks=pytest.mark.matrix), "write"])
+def test_a_rank_0_that_stops_while_ranks_write_to_one_file_is_named(
+    cluster: Cluster, tmp_path: Path, operation: str
+) -> None:
+    outcomes = cluster.outcomes(stop_in_a_common_file, 2, str(tmp_path), operation, timeout=120)
+    assert outcomes[0].signal == signal.SIGKILL, outcomes[0]
+    assert outcomes[1].value is not None, outcomes[1].error
+    message, named = outcomes[1].value
+    assert named == 0, message
+    assert message.startswith("rank 0 has shown no sign of life for 6 s"), message
+
+
 def repeated(count: int, values: list[int]) -> tuple[str, dict[int, list[int]]]:
     return "common", {value: [value] * count for value in values if value}
 

@@ -29,6 +29,7 @@ from zckpt.errors import (
     RankError,
     StorageError,
     UnfinishedWriteError,
+    check_flags,
     warn,
 )
 from zckpt.plan.lineage import Use
@@ -39,6 +40,7 @@ from zckpt.storage.location import Location, StrPath
 from zckpt.storage.schemes import open_store
 from zckpt.system.collector import without_collector
 from zckpt.system.threads import beside
+from zckpt.transfer.budget import verifies
 from zckpt.transfer.devices import check_device, synchronize
 from zckpt.transfer.memory import check_fragments, check_memory
 
@@ -238,6 +240,8 @@ def restore_engine(engine: object, path: Place, request: Request) -> tuple[Resto
 
     def arguments() -> dict[str, object]:
         check_settings(request.settings)
+        check_flags(strict=request.strict, rng=request.rng, with_rank_state=request.with_rank_state)
+        verifies(request.verify)
         return comparable(
             path=_said(path), parts=request.parts, strict=request.strict, state=request.state, rng=request.rng,
             settings=request.settings,

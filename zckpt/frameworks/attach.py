@@ -22,7 +22,7 @@ from zckpt.checkpoint.writing.saves import Saves, forget_saves, saves_of
 from zckpt.engines import adapt, group_of
 from zckpt.engines.hooks import after_calls
 from zckpt.engines.registered import with_registered
-from zckpt.errors import UnsupportedError, refuse_unknown, warn
+from zckpt.errors import UnsupportedError, check_flags, refuse_unknown, warn
 from zckpt.frameworks import fsdp_models, patches, zero_to_fp32
 from zckpt.frameworks.deepspeed_calls import load_checkpoint, save_checkpoint
 from zckpt.storage.schemes import open_store
@@ -73,6 +73,7 @@ def attach(
     - The path that ``load_checkpoint`` returns is the directory of the checkpoint.
     - A failure on one rank raises an error on every rank.
     - A tag that ``latest`` cannot name, such as ``../best``, is saved without a change to ``latest``, with a warning.
+    - A tag that names ``<dir>`` itself or a directory around it, such as ``..``, raises ValueError.
     - ``custom_load_fn`` raises UnsupportedError for a zckpt checkpoint.
 
     A folder in DeepSpeed's own format is loaded by DeepSpeed. ``load_checkpoint`` does not restore random number
@@ -212,6 +213,7 @@ def _write_options(
 ) -> WriteOptions:
     """Returns the options of the writes of an attached engine. Raises ValueError and TypeError."""
     check_counts(full_every=full_every)
+    check_flags(replace_deepspeed=replace_deepspeed)
     check_settings(settings)
     if reuse not in ("latest", None):
         raise ValueError(f"reuse must be 'latest' or None, got {reuse!r}")

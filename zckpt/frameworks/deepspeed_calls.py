@@ -67,7 +67,7 @@ def save_checkpoint(
     ranks = Ranks(group_of(engine), call="engine.save_checkpoint")
     tag_of_first, other = ranks.decide(checked_tag, _first_and_other, "save a checkpoint")
     ranks.together(lambda: _check_tags(engine, tag_of_first, other, ranks), "agree on a tag")
-    path = str(Location.of(save_dir).child(tag_of_first))
+    path = ranks.together(lambda: _path_of(tag_of_first, save_dir), "agree on a tag")
     if save_latest:
         save_latest = ranks.together(lambda: _may_be_latest(path, save_dir, ranks), "agree on a tag")
     options = replace(
@@ -81,6 +81,19 @@ def save_checkpoint(
     save(engine, saves, options, save_dir, path, ranks)
     ranks.together(lambda: _warn_of_gradients(engine) if ranks.rank == 0 else None, "end the save")
     return True
+
+
+def _path_of(tag: str, save_dir: StrPath) -> str:
+    """Returns the directory of a checkpoint. Raises ValueError unless it is another one than ``save_dir`` and those
+    that contain ``save_dir``."""
+    run = Location.of(save_dir)
+    place = run.child(tag)
+    if {*place.absolute().path_from(run.absolute()).split("/")} <= {".", ".."}:
+        raise ValueError(
+            f"the tag {tag!r} names {place.absolute()}, which is or contains the directory of the run: choose a tag "
+            "that names a directory of its own, such as 'global_step100'"
+        )
+    return str(place)
 
 
 def _may_be_latest(path: str, save_dir: StrPath, ranks: Ranks) -> bool:

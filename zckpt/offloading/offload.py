@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from zckpt.checkpoint.background import BackgroundWork, wait_for
 from zckpt.engines import adapt, group_of
-from zckpt.errors import MismatchError, RankError, ZckptError, first_few
+from zckpt.errors import MismatchError, RankError, ZckptError, check_flags, first_few
 from zckpt.offloading.away import LOST_HINT, Back, MovedStorages, away_of, storages
 from zckpt.offloading.files import unchanged, write_out
 from zckpt.offloading.memory import check_supported, give_back
@@ -17,7 +17,7 @@ from zckpt.offloading.scratch import scratch_directory, wait_for_closing
 from zckpt.plan.inventory import MASTER, PARAM
 from zckpt.progress import logger
 from zckpt.ranks.collectives import BACKGROUND, Ranks, check_arguments, comparable
-from zckpt.transfer.budget import Budget, budget_or_default, flag
+from zckpt.transfer.budget import Budget, budget_or_default, verifies
 from zckpt.transfer.devices import synchronize
 from zckpt.transfer.snapshot import Snapshot
 
@@ -112,6 +112,7 @@ def offload(
     rank_offload = _RankOffload(engine, auto, budget)
 
     def prepare() -> tuple[dict[str, object], tuple[str, ...]]:
+        check_flags(background=background, auto=auto)
         requested = asked_for(parts)
         arguments = comparable(parts=requested, background=background, auto=auto)
         return arguments, rank_offload.prepare(directory, requested)
@@ -376,7 +377,7 @@ class _RankReload:
         self._budget = budget_or_default(self._given_budget)
         self._adapter = adapt(self._engine)
         self.parts = chosen(requested, {*movable(self._adapter.parts), *self._out.parts})
-        self._verifies = flag("ZCKPT_VERIFY", True) if self._verify is None else self._verify
+        self._verifies = verifies(self._verify)
 
     def bring(self, ranks: Ranks) -> None:
         """Brings back every state that can be brought back, and tells all ranks which ones cannot."""

@@ -10,7 +10,7 @@ from zckpt.checkpoint.cleaning.cleanup import Removed
 from zckpt.checkpoint.cleaning.work import Work
 from zckpt.checkpoint.listing.leftovers import run_leftovers
 from zckpt.checkpoint.listing.runs import directories, is_begun, names_at
-from zckpt.errors import CheckpointExistsError, CheckpointNotFoundError, StorageError, warn
+from zckpt.errors import CheckpointExistsError, CheckpointNotFoundError, StorageError, check_flags, warn
 from zckpt.format import names
 from zckpt.storage.location import Location, StrPath
 from zckpt.storage.process_names import left_over
@@ -51,6 +51,7 @@ def gc(path: StrPath, *, dry_run: bool = False, discard: StrPath | Collection[St
         StorageError: the operating system reports an error when it reads or removes something.
         UnsupportedError: the path is a URL, and there is no store for its scheme, or a path of Windows elsewhere.
     """
+    check_flags(dry_run=dry_run)
     run = open_store(path)
     entries = names_at(run)
     checkpoints = [run] * is_begun(entries) + [store for store, entries in directories(run) if is_begun(entries)]

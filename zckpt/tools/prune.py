@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from zckpt.checkpoint.cleaning.older import remove_older
 from zckpt.checkpoint.writing.options import check_counts
+from zckpt.errors import check_flags
 
 if TYPE_CHECKING:
     from zckpt.checkpoint.cleaning.cleanup import Cleanup
@@ -46,5 +47,6 @@ def prune(run: StrPath, *, keep_last: int, keep_every: int | None = None, dry_ru
         UnsupportedError: the path is a URL, and there is no store for its scheme, or a path of Windows elsewhere.
         ValueError: a number is not a whole number of 1 or more.
     """
+    check_flags(dry_run=dry_run)
     check_counts(keep_last=keep_last, keep_every=keep_every)
     return remove_older(run, keep_last, keep_every, dry_run=dry_run)

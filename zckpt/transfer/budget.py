@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from zckpt.errors import check_flags
 from zckpt.plan.reads import STRAIGHT_BYTES_MAX
 
 if TYPE_CHECKING:
@@ -105,6 +106,15 @@ def flag(variable: str, default: bool) -> bool:
     if value not in ("0", "1"):
         raise ValueError(f"{variable} must be 0 or 1, got {value!r}")
     return value == "1"
+
+
+def verifies(verify: bool | None) -> bool:
+    """Returns whether blocks are compared with their digests. ``verify``: what the caller has passed. None means that
+    the environment variable ZCKPT_VERIFY decides. Raises TypeError and ValueError for other values."""
+    if verify is None:
+        return flag("ZCKPT_VERIFY", True)
+    check_flags(verify=verify)
+    return verify
 
 
 def _number(variable: str, default: int) -> int:

@@ -68,8 +68,9 @@ class CopySource:
 
 
 @dataclass(frozen=True, slots=True)
-class _Job:
-    """One write to one of the files, or a range of a file that is only compared with its digests."""
+class _FileOp:
+    """An item of the pipeline: one write to one of the files, or a range of a file that is only compared with its
+    digests."""
 
     file: Writer | None
     """The file to write to. None if the file exists already, or is not written at all."""
@@ -123,9 +124,9 @@ def run_writes(
     files: list[Writer | None] = []
     verify = source is not None and source.verify
 
-    def put(job: _Job, stage: StagingBuffer) -> None:
-        _put(job, stage)
-        advance(int(job.op.source_bytes[job.op.source >= 0].sum()))
+    def put(item: _FileOp, stage: StagingBuffer) -> None:
+        _put(item, stage)
+        advance(int(item.op.source_bytes[item.op.source >= 0].sum()))
 
     try:
         for file_plan in plan.files:
@@ -143,14 +144,16 @@ def run_writes(
             if not verify:
                 advance(int(file_plan.pieces.nbytes.sum()))
         numbers = [number for number, op in enumerate(plan.ops) if verify or files[op.file] is not None]
-        jobs = [
-            _Job(files[op.file], plan.files[op.file], op, budget.direct, source=source)
+        items = [
+            _FileOp(files[op.file], plan.files[op.file], op, budget.direct, source=source)
             for op in map(plan.ops.__getitem__, numbers)
         ]
         urgent = bisect_left(numbers, plan.urgent)
         record_digests = partial(_record_digests, table, plan.block_bytes)
-        pipeline = Pipeline(jobs, _take, record_digests, put, _is_straight, staging, snapshot, urgent, is_next=_is_next)
-        with staging.work(len(jobs)):
+        pipeline = Pipeline(
+            items, _take, record_digests, put, _is_straight, staging, snapshot, urgent, is_next=_is_next
+        )
+        with staging.work(len(items)):
             pipeline.run(budget, snapshot_bytes)
         run_tasks((file.sync for file in files if file is not None), budget.threads)
     finally:
@@ -172,14 +175,14 @@ def unchanged_files(
     time. ``source``: as for ``run_writes``."""
     changed: set[int] = set()
 
-    def take(job: _Job, stage: StagingBuffer) -> _Job:
-        return job if job.op.file in changed else _take(job, stage)
+    def take(item: _FileOp, stage: StagingBuffer) -> _FileOp:
+        return item if item.op.file in changed else _take(item, stage)
 
-    def compare(job: _Job, stage: StagingBuffer) -> None:
-        op = job.op
+    def compare(item: _FileOp, stage: StagingBuffer) -> None:
+        op = item.op
         if op.file not in changed:
-            digests = _digests(job, stage, plan.block_bytes)
-            first = (op.block - job.plan.first_block) * DIGEST_BYTES
+            digests = _digests(item, stage, plan.block_bytes)
+            first = (op.block - item.plan.first_block) * DIGEST_BYTES
             if digests != expected[op.file][first : first + len(digests)]:
                 changed.add(op.file)
 
@@ -189,90 +192,90 @@ def unchanged_files(
         stride = -(-len(ops) // SAMPLES)
         turns += [(i % stride, i // stride, number, op) for i, op in enumerate(ops)]
     turns.sort(key=lambda turn: turn[:3])
-    jobs = [_Job(None, plan.files[number], op, budget.direct, source=source) for *_, number, op in turns]
-    pipeline = Pipeline(jobs, take, compare, lambda job, stage: None, _is_straight, staging, Snapshot(), 0)
-    with staging.work(len(jobs)):
+    items = [_FileOp(None, plan.files[number], op, budget.direct, source=source) for *_, number, op in turns]
+    pipeline = Pipeline(items, take, compare, lambda item, stage: None, _is_straight, staging, Snapshot(), 0)
+    with staging.work(len(items)):
         pipeline.run(budget)
     return expected.keys() - changed
 
 
-def _take(job: _Job, stage: StagingBuffer) -> _Job:
-    """Reads the sources of a job into its staging buffer, or shares their pages with the file. Returns the job. If the
-    plan says that the bytes are written straight from host memory, they stay there."""
-    op, sharing = job.op, None if job.file is None else job.file.sharing
+def _take(item: _FileOp, stage: StagingBuffer) -> _FileOp:
+    """Reads the sources of an item into its staging buffer, or shares their pages with the file. Returns the item. If
+    the plan says that the bytes are written straight from host memory, they stay there."""
+    op, sharing = item.op, None if item.file is None else item.file.sharing
     path, place = op.place or (None, 0)
     in_memory = op.address >= 0
-    if _is_straight(job):
-        return job
+    if _is_straight(item):
+        return item
     if path is not None:
-        if job.source is not None:
-            file = job.source.files[path]
-            read_staged(job.source.reader, place, op.nbytes, file, stage, job.direct)
-            return job
-        staged = _staged(job, stage)
+        if item.source is not None:
+            file = item.source.files[path]
+            read_staged(item.source.reader, place, op.nbytes, file, stage, item.direct)
+            return item
+        staged = _staged(item, stage)
         if sharing is None or not sharing.share(FileRange(path, place, op.nbytes), op.offset):
-            read_from(path, place, staged, direct=job.direct)
-            return job
+            read_from(path, place, staged, direct=item.direct)
+            return item
         first, last = whole_pages(op.offset, op.nbytes)
         read_from(path, place, staged[:first])
         read_from(path, place + last, staged[last:])
-        return replace(job, shared=sharing)
-    starts = np.array(job.starts[:-1], np.int64)
+        return replace(item, shared=sharing)
+    starts = np.array(item.starts[:-1], np.int64)
     gather(op.address[in_memory], op.source_bytes[in_memory], starts[in_memory], stage.bytes)
     copies: defaultdict[torch.device, list[FromDevice]] = defaultdict(list)
     others = (column[~in_memory].tolist() for column in (starts, op.source, op.source_start, op.source_bytes))
     for position, source, start, nbytes in zip(*others, strict=True):
-        _fill(stage, position, job, source, start, nbytes, copies)
+        _fill(stage, position, item, source, start, nbytes, copies)
     for device, queued in copies.items():
         stage.from_device(device, queued)
-    return job
+    return item
 
 
-def _is_straight(job: _Job) -> bool:
-    """Returns whether the bytes of a job are written from where they are in host memory, without a staging buffer."""
-    return job.op.place is not None and job.op.place[0] == ""
+def _is_straight(item: _FileOp) -> bool:
+    """Returns whether the bytes of an item are written from where they are in host memory, without a staging buffer."""
+    return item.op.place is not None and item.op.place[0] == ""
 
 
-def _is_next(job: _Job) -> bool:
-    """Returns whether the file can pass on the bytes of a job now."""
-    return job.file is None or job.file.is_next(job.op.offset)
+def _is_next(item: _FileOp) -> bool:
+    """Returns whether the file can pass on the bytes of an item now."""
+    return item.file is None or item.file.is_next(item.op.offset)
 
 
-def _record_digests(table: bytearray, block_bytes: int, job: _Job, stage: StagingBuffer) -> None:
-    """Computes the digests of the bytes of a job, and puts them into ``table``. Pages that the file shares with another
-    file are read from the disk for this."""
-    if job.shared is not None:
-        job.shared.read_back(_staged(job, stage), job.op.offset)
-    first_byte = job.op.block * DIGEST_BYTES
-    digests = _digests(job, stage, block_bytes)
-    if job.source is not None and job.source.verify:
-        _compare(job, job.source, digests, block_bytes)
+def _record_digests(table: bytearray, block_bytes: int, item: _FileOp, stage: StagingBuffer) -> None:
+    """Computes the digests of the bytes of an item, and puts them into ``table``. Pages that the file shares with
+    another file are read from the disk for this."""
+    if item.shared is not None:
+        item.shared.read_back(_staged(item, stage), item.op.offset)
+    first_byte = item.op.block * DIGEST_BYTES
+    digests = _digests(item, stage, block_bytes)
+    if item.source is not None and item.source.verify:
+        _compare(item, item.source, digests, block_bytes)
     table[first_byte : first_byte + len(digests)] = digests
 
 
-def _put(job: _Job, stage: StagingBuffer) -> None:
-    """Writes the bytes of a job to its file. Their digests were computed before."""
-    data = _data(job, stage)
-    if job.shared is not None:
-        job.shared.write_edges(data, job.op.offset)
-    elif job.file is not None:
-        job.file.write(data, job.op.offset)
+def _put(item: _FileOp, stage: StagingBuffer) -> None:
+    """Writes the bytes of an item to its file. Their digests were computed before."""
+    data = _data(item, stage)
+    if item.shared is not None:
+        item.shared.write_edges(data, item.op.offset)
+    elif item.file is not None:
+        item.file.write(data, item.op.offset)
 
 
-def _data(job: _Job, stage: StagingBuffer) -> Bytes | memoryview:
-    """Returns the bytes of a job after ``_take``. If its pages are shared, they must have been read back before."""
-    place = job.op.place
-    return _staged(job, stage) if place is None or place[0] else memory(place[1], job.op.nbytes)
+def _data(item: _FileOp, stage: StagingBuffer) -> Bytes | memoryview:
+    """Returns the bytes of an item after ``_take``. If its pages are shared, they must have been read back before."""
+    place = item.op.place
+    return _staged(item, stage) if place is None or place[0] else memory(place[1], item.op.nbytes)
 
 
-def _staged(job: _Job, stage: StagingBuffer) -> Bytes:
-    """Returns the part of a staging buffer that the bytes of a job take."""
-    return stage.bytes[job.starts[0] : job.starts[-1]]
+def _staged(item: _FileOp, stage: StagingBuffer) -> Bytes:
+    """Returns the part of a staging buffer that the bytes of an item take."""
+    return stage.bytes[item.starts[0] : item.starts[-1]]
 
 
-def _digests(job: _Job, stage: StagingBuffer, block_bytes: int) -> bytes:
+def _digests(item: _FileOp, stage: StagingBuffer, block_bytes: int) -> bytes:
     """Returns the digests of the bytes that ``_data`` returns, one after the other."""
-    return b"".join(map(digest, _blocks(_data(job, stage), job.op, block_bytes)))
+    return b"".join(map(digest, _blocks(_data(item, stage), item.op, block_bytes)))
 
 
 def _blocks(data: Bytes | memoryview, op: WriteOp, block_bytes: int) -> list[Bytes | memoryview]:
@@ -287,7 +290,7 @@ def _blocks(data: Bytes | memoryview, op: WriteOp, block_bytes: int) -> list[Byt
 def _fill(
     stage: StagingBuffer,
     position: int,
-    job: _Job,
+    item: _FileOp,
     source: int,
     start: int,
     nbytes: int,
@@ -299,15 +302,15 @@ def _fill(
         stage.bytes[position : position + nbytes] = 0
         return
     if source == HEADER:
-        stage.bytes[position : position + nbytes] = np.frombuffer(job.plan.header, np.uint8, nbytes, start)
+        stage.bytes[position : position + nbytes] = np.frombuffer(item.plan.header, np.uint8, nbytes, start)
         return
-    fragment = job.plan.fragments[source]
+    fragment = item.plan.fragments[source]
     data = fragment.data
     assert data is not None, "a fragment without data cannot be written"
     if isinstance(data, FileRange):
         room = stage.bytes[position : position + nbytes]
-        if job.source is not None:
-            fill(job.source.reader, job.source.files[data.path], data.offset + start, room)
+        if item.source is not None:
+            fill(item.source.reader, item.source.files[data.path], data.offset + start, room)
         else:
             read_from(data.path, data.offset + start, room)
         return
@@ -316,21 +319,21 @@ def _fill(
     copies[data.device].append(FromDevice(position, data))
 
 
-def _compare(job: _Job, source: CopySource, digests: bytes, block_bytes: int) -> None:
-    """Raises FormatError (D003) unless ``digests`` are those that the source has for the blocks of ``job``. The error
+def _compare(item: _FileOp, source: CopySource, digests: bytes, block_bytes: int) -> None:
+    """Raises FormatError (D003) unless ``digests`` are those that the source has for the blocks of ``item``. The error
     names the file and the range in the source."""
-    first = job.op.block * DIGEST_BYTES
+    first = item.op.block * DIGEST_BYTES
     if digests == source.table[first : first + len(digests)]:
         return
     position = first
-    for number, start, nbytes in job.sources:
+    for number, start, nbytes in item.sources:
         for begin in range(start, start + nbytes, block_bytes):
             row, position = slice(position, position + DIGEST_BYTES), position + DIGEST_BYTES
             if digests[row.start - first : row.stop - first] == source.table[row]:
                 continue
             if number == HEADER:
-                raise broken("D003", "the header is damaged", file=job.plan.id.path)
-            path, offset = job.plan.place_of(number)
+                raise broken("D003", "the header is damaged", file=item.plan.id.path)
+            path, offset = item.plan.place_of(number)
             file_start, file_stop = offset + begin, offset + min(begin + block_bytes, start + nbytes)
             raise broken(
                 "D003", "the data is damaged", file=path, key=source.key_at(path, file_start),

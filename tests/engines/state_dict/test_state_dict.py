@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from contextlib import nullcontext
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -19,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
 import zckpt
+from tests.support.patience import give_up_after
 from tests.support.state_dicts import WEIGHT, blank, gathered, nested
 from tests.support.torch_models import make_state, train
 from zckpt.engines.state_dict.flat import leaves_of
@@ -415,3 +417,36 @@ def test_an_interrupt_while_a_rank_waits_is_told_to_the_others(cluster: Cluster,
     """It comes in the first step, in which the state dicts are compared, and is raised in a later one."""
     cluster.run(write_interrupted, 2, str(tmp_path / "c"))
     assert not (tmp_path / "c").exists()
+
+
+def fail_outside_of_the_steps(path: str, function: str) -> list[str]:
+    """Rank 1 runs out of memory in this function, which is between two steps or after the last one. Then both ranks
+    write again."""
+    give_up_after(4)
+    errors = []
+    failing = mock.patch(function, side_effect=MemoryError("no memory"))
+    for name, fails in (("first", True), ("second", False)):
+        with failing if fails and dist.get_rank() else nullcontext():
+            try:
+                zckpt.write_state_dict({"a": torch.ones(3)}, f"{path}/{name}")
+            except (MemoryError, zckpt.RankError) as error:
+                errors.append(str(error))
+        dist.barrier()
+    return errors
+
+
+@pytest.mark.parametrize(
+    ("function", "message", "written"),
+    [
+        ("zckpt.checkpoint.state_dict.write_together", "rank 1 has shown no sign of life for 4 s", ["second"]),
+        ("zckpt.engines.contract.StateAdapter.after_write", None, ["first", "second"]),
+    ],
+    ids=["between", "after"],
+)
+def test_a_failure_outside_of_the_steps_lets_no_rank_wait_for_ever(
+    cluster: Cluster, tmp_path: Path, function: str, message: str | None, written: list[str]
+) -> None:
+    first, second = cluster.run(fail_outside_of_the_steps, 2, str(tmp_path), function, timeout=120)
+    assert second == ["no memory"]
+    assert first == [] if message is None else message in first[0]
+    assert {path.name for path in tmp_path.iterdir()} == {*written, "latest"}

@@ -82,7 +82,9 @@ def test_wrong_arguments(tmp_path: Path, model: Path) -> None:
     for wrong, meant in (("float7", "float"), ("half", "float16"), ("BF16", "bf16"), (np.float32, "float32")):
         match = f"dtype must be one of .*, fp16, fp32, .* got .*did you mean '{meant}"
         assert_refused(tmp_path, ValueError, match, dtype=wrong)
-    assert_refused(tmp_path, ValueError, "floating point dtype, such as 'bf16', got 'int8'", dtype="int8")
+    floating = "float8_e4m3fn, float8_e5m2, float16, bfloat16, float32, float64, bf16, fp16, fp32"
+    for other in ("foo", "int8", torch.int8):
+        assert_refused(tmp_path, ValueError, f"dtype must be one of {floating}, or .* got {other!r}", dtype=other)
     assert_refused(tmp_path, ValueError, "a size must be", max_shard_size="5 gigs")
     assert_refused(tmp_path, ValueError, "only with format 'hf'", format="pt", config=model)
     with pytest.raises(ValueError, match="format='pt'"):

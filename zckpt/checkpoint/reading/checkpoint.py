@@ -13,7 +13,7 @@ from zckpt.checkpoint.reading.extra_state import extra_state
 from zckpt.checkpoint.reading.loader import ReadRequest
 from zckpt.checkpoint.reading.state_dict import PlainValues, own_rank, plan_load
 from zckpt.checkpoint.reading.targets import check_casts, check_target, empty_tensors
-from zckpt.errors import MismatchError, count
+from zckpt.errors import MismatchError, check_flags, count
 from zckpt.geometry import slice_of
 from zckpt.plan.inventory import BUFFER, unconverted
 from zckpt.progress import Progress, reported
@@ -114,6 +114,7 @@ class Checkpoint(Mapping[str, TensorInfo]):
             FormatError: data is damaged or missing.
             StorageError: the operating system reports an error when it reads.
         """
+        check_flags(lazy=lazy)
         return self._loader.rank_state(rank, lazy=lazy, key=key)
 
     def client_rank_state(self, rank: int) -> dict[str, Any] | None:
@@ -414,6 +415,7 @@ class Checkpoint(Mapping[str, TensorInfo]):
             FormatError: data is damaged or missing.
             StorageError: the operating system reports an error when it reads.
         """
+        check_flags(strict=strict)
         loader = self._loader
         left = "the tensors in the state dict have undefined values, and its plain values are unchanged"
         with loader.advised():

@@ -22,7 +22,7 @@ from zckpt.plan.reads import SPACED_GAP_BYTES, plan_reads
 from zckpt.plan.reshard import RequestedSpan, piece_ranges
 from zckpt.system.collector import without_collector
 from zckpt.system.threads import beside
-from zckpt.transfer.budget import Budget, budget_or_default, flag
+from zckpt.transfer.budget import Budget, budget_or_default, verifies
 from zckpt.transfer.devices import devices_of
 from zckpt.transfer.memory import Targets, fresh_tensor, lies_in_order
 from zckpt.transfer.read import places_of, run_reads
@@ -262,7 +262,7 @@ class Loader:
     ) -> None:
         """Plans the reads of one batch of tensors after the other, and carries them out. A batch is planned while the
         one before it is read."""
-        verify = flag("ZCKPT_VERIFY", True) if verify is None else verify
+        verify = verifies(verify)
         batches, inference = list(self._batches(wanted, verify)), torch.is_inference_mode_enabled()
         plans: list[_Plan] = []
 

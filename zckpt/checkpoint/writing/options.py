@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
-from zckpt.errors import refuse_unknown
+from zckpt.errors import check_flags, refuse_unknown
 from zckpt.format.limits import WORLD_SIZE_MAX
 from zckpt.plan.select import several
 from zckpt.progress import check_progress
@@ -174,9 +174,7 @@ class WriteOptions:
         check_retention(self.keep_last, self.keep_every)
         if not isinstance(self.reuse, str | os.PathLike | None):
             raise TypeError(f"reuse must be a path or None, got {self.reuse!r}")
-        for name in ("overwrite", "latest", "node_local"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        check_flags(overwrite=self.overwrite, latest=self.latest, node_local=self.node_local)
         check_progress(self.progress)
         given: tuple[tuple[str, object], ...] = ("client_state", self.client_state), ("rank_state", self.rank_state)
         for name, value in given:

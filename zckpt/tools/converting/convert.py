@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from zckpt.checkpoint.listing.find import find
 from zckpt.checkpoint.open import open_loader
-from zckpt.errors import UnsupportedError, printable
+from zckpt.errors import UnsupportedError, check_flags, printable
 from zckpt.ranks.collectives import Ranks
 from zckpt.storage.location import Location
 from zckpt.storage.schemes import open_store
@@ -122,6 +122,7 @@ def convert(
     ranks = Ranks(call="zckpt.convert")
 
     def check() -> tuple[str, Store]:
+        check_flags(overwrite=overwrite)
         if to not in _OPTIONS:
             raise ValueError(f"to must be one of {', '.join(map(repr, _OPTIONS))}, got {to!r}")
         given = {"tag": tag, "stage": stage, "world_size": world_size}

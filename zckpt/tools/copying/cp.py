@@ -16,7 +16,7 @@ from zckpt.checkpoint.restoring.machines import find_spread
 from zckpt.checkpoint.restoring.peers import Peers
 from zckpt.checkpoint.writing.options import WriteOptions
 from zckpt.checkpoint.writing.rank_write import join
-from zckpt.errors import KeyNotFoundError
+from zckpt.errors import KeyNotFoundError, check_flags
 from zckpt.format.digest import digest
 from zckpt.ranks.collectives import Ranks, check_arguments, check_equal, comparable
 from zckpt.storage.location import Location
@@ -99,6 +99,7 @@ def cp(
     """What rank 0 needs of all ranks to begin and to commit the copy. Both lists are empty on other ranks."""
 
     def arguments() -> dict[str, object]:
+        check_flags(verify=verify, share=share)
         paths = {"source": source, "destination": destination}
         locations = {name: str(open_store(path).location.absolute()) for name, path in paths.items()}
         return comparable(**locations, verify=verify, overwrite=overwrite, share=share)

@@ -28,7 +28,7 @@ from zckpt.tools.exporting.torch_file import plan_torch_file
 from zckpt.tools.exporting.write import write_files
 from zckpt.tools.share import shared_out
 from zckpt.transfer.budget import budget_or_default
-from zckpt.transfer.torch_dtypes import dtype_of
+from zckpt.transfer.torch_dtypes import FLOATING_POINT, dtype_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -208,14 +208,10 @@ class _Options(NamedTuple):
             raise ValueError("adapter may be given only with format 'hf': its folder has a safetensors file")
         if adapter is not None and merge is not None:
             raise ValueError("adapter exports an adapter alone and merge exports the whole model: give one of them")
-        made_as = dtype_of(dtype)
-        if made_as is not None and not made_as.is_floating_point:
-            raise ValueError(
-                f"dtype converts the floating point tensors, so it must be a floating point dtype, such as 'bf16', got "
-                f"{dtype!r}"
-            )
         prefix = "" if strip_prefix is None else f"{strip_prefix.removesuffix('.')}."
-        return cls(format, made_as, config, size_in_bytes(max_shard_size), prefix, adapter, merge)
+        return cls(
+            format, dtype_of(dtype, FLOATING_POINT), config, size_in_bytes(max_shard_size), prefix, adapter, merge
+        )
 
     @property
     def directory(self) -> bool:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zckpt.checkpoint.listing.runs import refuse_in_checkpoint
-from zckpt.errors import CheckpointExistsError, RankError, ZckptError, first_few, from_os_error, warn
+from zckpt.errors import CheckpointExistsError, RankError, ZckptError, check_flags, first_few, from_os_error, warn
 from zckpt.format.names import LOCK
 from zckpt.storage.local_store import make_directories
 from zckpt.storage.location import Location
@@ -75,7 +75,9 @@ class Place(NamedTuple):
         marks: Sequence[bytes] = (),
     ) -> Place:
         """Returns the place for the path ``out``. If ``out`` is a symbolic link, the target of the link will be
-        replaced. Raises ValueError if a file would have the path of a bucket, and the errors of ``check``."""
+        replaced. Raises TypeError if ``overwrite`` is no bool, ValueError if a file would have the path of a bucket,
+        and the errors of ``check``."""
+        check_flags(overwrite=overwrite)
         location = Location.of(out).absolute()
         if location.scheme and patterns is None and location.parent.path in ("", location.path):
             raise ValueError(f"give the path of a file in the bucket instead of {str(location)!r}")

@@ -17,6 +17,7 @@ from zckpt.errors import (
     FeatureError,
     FormatError,
     VersionError,
+    check_flags,
     count,
     printable,
 )
@@ -103,6 +104,7 @@ def repair(
         StorageError: the operating system reports an error when it reads or writes, or the copy differs from what was
             written. Nothing of the copy is left then.
     """
+    check_flags(accept_unverified=accept_unverified)
     source = open_store(path)
     target = source if output is None else open_store(output)
     entries = names_at(source)

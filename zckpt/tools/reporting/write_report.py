@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from zckpt.checkpoint.listing.find import advised, find, open_contents
 from zckpt.checkpoint.open import open_store_loader
-from zckpt.errors import FormatError
+from zckpt.errors import FormatError, check_flags
 from zckpt.ranks.collectives import Ranks, check_equal
 from zckpt.storage.schemes import open_store
 from zckpt.tools.comparing.trees import settings
@@ -88,6 +88,7 @@ def report(
     all_paths = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
 
     def prepare() -> Libraries:
+        check_flags(statistics=statistics)
         if level not in LEVELS:
             raise ValueError(f"level must be one of {', '.join(LEVELS)}, got {level!r}")
         if not all_paths:
