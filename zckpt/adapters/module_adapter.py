@@ -42,7 +42,7 @@ from zckpt.transfer.devices import devices_of
 from zckpt.transfer.memory import not_plain
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Iterator, KeysView, Mapping, Sequence
 
     from zckpt.adapters.flats import ParameterRange
     from zckpt.adapters.kind import Kind
@@ -204,7 +204,8 @@ class ModuleAdapter(EngineAdapter):
 
     def unexpected(self, stored: Mapping[str, Collection[str]]) -> list[str]:
         parameters = self._stored_parameters
-        optimized = {name for flat in self.kind.flats for name in flat.stored_names} if self.trains else parameters
+        trained = (name for flat in self.kind.flats for name in flat.stored_names)
+        optimized = dict.fromkeys(trained).keys() if self.trains else parameters
         places = {PARAM: parameters, BUFFER: self.buffers[0].keys()}
 
         def has_place(part: str, name: str) -> bool:
@@ -236,9 +237,9 @@ class ModuleAdapter(EngineAdapter):
         return self._renamed(self._named[1])
 
     @cached_property
-    def _stored_parameters(self) -> frozenset[str]:
-        """The names of all parameters in a checkpoint."""
-        return frozenset(self.kind.stored_name(name) for name in self.parameters[0])
+    def _stored_parameters(self) -> KeysView[str]:
+        """The names of all parameters in a checkpoint. A set of them would take more memory than the keys of a dict."""
+        return dict.fromkeys(map(self.kind.stored_name, self.parameters[0])).keys()
 
     def global_name(self, name: str) -> str:
         """Returns the name that a tensor has in a checkpoint. ``name``: its name in the module. The two differ only if

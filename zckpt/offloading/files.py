@@ -177,7 +177,7 @@ def read_back(moved: Sequence[Moved], budget: Budget, *, verify: bool) -> list[t
         file = files.setdefault(record.saved, len(files))
         start, block = int(pieces.start[record.number]), int(pieces.block[record.number])
         rows.append((file, start, record.nbytes, block))
-    targets = Targets([str(number) for number in range(len(moved))], tensors, [torch.uint8] * len(moved))
+    targets = Targets(str, tensors, [torch.uint8] * len(moved))
     read_files = {number: ReadFile(saved.path, saved.data_file.nbytes, saved.table) for saved, number in files.items()}
     staging = pool_for(targets.devices, budget, BLOCK_BYTES)
     with closing(ScratchReader({saved.path: saved.file for saved in files})) as reader:

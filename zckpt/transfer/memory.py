@@ -25,7 +25,7 @@ from zckpt.transfer.devices import ToDevice, byte_tensor, check_devices, device_
 from zckpt.transfer.host_memory import HostMemory
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from zckpt.geometry import Ints
     from zckpt.plan.inventory import Fragment
@@ -314,12 +314,14 @@ def check_cast(stored: torch.dtype, requested: torch.dtype, key: str) -> None:
 
 class Targets:
     """The targets of a load. Each is a contiguous tensor on any device, and is filled entirely. Elements that are
-    stored with another dtype are converted. ``keys`` are the names of the targets in errors."""
+    stored with another dtype are converted. ``key`` returns the name of a target in errors, by its number."""
 
-    def __init__(self, keys: Sequence[str], targets: Sequence[torch.Tensor], stored: Sequence[torch.dtype]) -> None:
+    def __init__(
+        self, key: Callable[[int], str], targets: Sequence[torch.Tensor], stored: Sequence[torch.dtype]
+    ) -> None:
         if not all(target.is_contiguous() for target in targets):
             raise ValueError("what is filled by its address must have no gaps")
-        self.keys = keys
+        self.key = key
         self._tensors = targets
         self._stored = stored
         self.host = HostMemory(targets, stored)

@@ -129,11 +129,11 @@ def run_reads(
 class _Views:
     """The memory into which the segments of one read are read."""
 
-    def __init__(self, op: ReadOp, stage: StagingBuffer, keys: Sequence[str], through_cache: bool) -> None:
-        """``keys`` are the keys of all targets. ``through_cache`` says that the read goes through the store's caches.
+    def __init__(self, op: ReadOp, stage: StagingBuffer, key: Callable[[int], str], through_cache: bool) -> None:
+        """``key`` returns the key of a target. ``through_cache`` says that the read goes through the store's caches.
         Then each segment that has an address is read to this address, and not only the straight segments."""
         segments = self._segments = op.segments
-        self._keys = keys
+        self._key = key
         base = op.offset - op.offset % PAGE_BYTES  # the byte of the file with which the staging buffer begins
         self.starts = list(itertools.accumulate(segments.nbytes.tolist(), initial=op.offset))
         """The byte of the file at which each segment begins, and the one at which the last segment ends."""
@@ -164,7 +164,7 @@ class _Views:
     def key_at(self, byte: int) -> str:
         """Returns the key of the tensor that has byte ``byte`` of the file."""
         segment = bisect_right(self.starts, byte) - 1
-        return self._keys[int(self._segments.target[self.first_copy[segment]])]
+        return self._key(int(self._segments.target[self.first_copy[segment]]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +199,7 @@ class _Reads:
             return None
         filled = _read_direct(self.reader, op, file, stage)
         if filled < op.nbytes:
-            views = _Views(op, stage, self.targets.keys, through_cache=False)
+            views = _Views(op, stage, self.targets.key, through_cache=False)
             _fill(self.reader, file, op.offset, op.offset + op.nbytes, views.memory, views.key_at, filled)
         return op
 
@@ -207,7 +207,7 @@ class _Reads:
         """Compares the digests of the bytes of ``op``, and copies the bytes from the staging buffer to their targets in
         host memory. Queues the copies to devices. With ``through_cache``, also reads the bytes through the store's
         caches."""
-        views = _Views(op, stage, self.targets.keys, through_cache)
+        views = _Views(op, stage, self.targets.key, through_cache)
         portions = list(views.portions(PORTION_BYTES if views.is_verified else op.nbytes))
         # The traceback of an error keeps the functions that it has passed. A function that is defined here would refer
         # to the buffer even after ``StagingPool.work`` has cleared the traceback's variables.
@@ -280,7 +280,7 @@ def _read_to_device(reader: Reader, op: ReadOp, file: ReadFile, targets: Targets
         if nbytes < view.nbytes:
             if nbytes == 0 and number == 0:
                 return False
-            raise _too_short(file, start + nbytes, targets.keys[copy.target], start, start + view.nbytes)
+            raise _too_short(file, start + nbytes, targets.key(copy.target), start, start + view.nbytes)
     return True
 
 

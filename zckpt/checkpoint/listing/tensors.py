@@ -151,6 +151,10 @@ class Tensors(Sequence[TensorInfo]):
             return self.take(i)
         return self._contents._info(int(self.part_id[i]), int(self.row[i]))
 
+    def key(self, number: int) -> str:
+        """Returns the key of one tensor."""
+        return self[number].key
+
     def take(self, which: slice | Ints | NDArray[np.bool_]) -> Tensors:
         """Returns the tensors that ``which`` selects."""
         return Tensors(self._contents, self.part_id[which], self.row[which])

@@ -316,12 +316,11 @@ class Loader:
             map(RequestedSpan, itertools.count(), wanted.spans),
             tensors.item_bytes,
         )
-        keys = tensors.keys
         numbers, first = np.unique(stored_ranges.file, return_index=True)
         first_targets = stored_ranges.target[first].tolist()
-        keys_of_files = {number: keys[row] for number, row in zip(numbers.tolist(), first_targets, strict=True)}
+        keys_of_files = {number: tensors.key(row) for number, row in zip(numbers.tolist(), first_targets, strict=True)}
         files = {number: self.contents.read_file(number, verify=verify) for number in keys_of_files}
-        targets = Targets(keys, wanted.targets(slice(None)), tensors.dtypes)
+        targets = Targets(tensors.key, wanted.targets(slice(None)), tensors.dtypes)
         ops = plan_reads(
             stored_ranges,
             data_starts=self.manifest.files.data_start,
