@@ -120,8 +120,9 @@ def _grouped(
     in_background = replace(given, **of_background)
     if not background and in_background != Background():
         raise ValueError("snapshot and snapshot_bytes are about a write in the background: pass background=True")
-    kept = {name.removeprefix("copy_"): value for name, value in earlier.items() if name.startswith("copy_")}
-    if copy_to is None and any(value is not None for value in kept.values()):
+    given_for_copies = {name: value for name, value in earlier.items() if name.startswith("copy_")}
+    kept = {name.removeprefix("copy_"): value for name, value in given_for_copies.items() if value is not None}
+    if kept and copy_to is None:
         raise ValueError("copy_keep_last says how many copies are kept: pass copy_to too")
     copies = copy_to if copy_to is None or isinstance(copy_to, CopyTo) else CopyTo(copy_to)
     return in_background if background else None, copies and replace(copies, **kept)
