@@ -82,17 +82,21 @@ def ticks(text: str) -> list[int]:
     return [mark.tick for mark in accelerator.marks() if mark.text == text]
 
 
-def begun(path: Path, tensors: Mapping[str, torch.Tensor], **options: Any) -> RankWrite:
+def begun(
+    path: Path, tensors: Mapping[str, torch.Tensor], budget: zckpt.Budget, snapshot_bytes: int | None = None
+) -> RankWrite:
+    """Begins a write of the tensors: in the background, if ``snapshot_bytes`` says how much may be copied."""
+    background = False if snapshot_bytes is None else zckpt.Background(snapshot_bytes=snapshot_bytes)
     fragments = [fragment("master", name, tensor, 0, tensor.numel()) for name, tensor in tensors.items()]
     metadata = catalog.SaveMetadata(0, BLOCK_BYTES, {}, b"\xc0", {})
-    write = rank_write(path, SAVE_ID, [fragments], 0, metadata, WriteOptions(**options))
+    write = rank_write(path, SAVE_ID, [fragments], 0, metadata, WriteOptions(budget=budget, background=background))
     write.begin(Unlocked(write.store))
     return write
 
 
-def written(path: Path, tensors: Mapping[str, torch.Tensor], budget: zckpt.Budget, **options: Any) -> bool:
+def written(path: Path, tensors: Mapping[str, torch.Tensor], budget: zckpt.Budget, **options: int) -> bool:
     """Writes the tensors and returns whether the file has their bytes."""
-    write = begun(path, tensors, budget=budget, **options)
+    write = begun(path, tensors, budget, **options)
     expected = b"".join(tensor.cpu().view(-1).view(torch.uint8).numpy().tobytes() for tensor in tensors.values())
     forget()
     write.write_data_files(Snapshot())
