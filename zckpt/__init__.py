@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from zckpt.checkpoint.restore import restore
     from zckpt.checkpoint.state_dict import write_state_dict
     from zckpt.checkpoint.write import write
+    from zckpt.checkpoint.writing.options import Background, CopyTo
     from zckpt.errors import *  # noqa: F403  type checkers take ``import *`` and ``import a as a`` for public names
     from zckpt.frameworks.attach import attach
     from zckpt.frameworks.attach import attach_all as attach_all
@@ -59,10 +60,12 @@ if TYPE_CHECKING:
     from zckpt.types import *  # noqa: F403
 
 __all__ = [
+    "Background",
     "Budget",
     "Checkpoint",
     "CheckpointExistsError",
     "CheckpointNotFoundError",
+    "CopyTo",
     "FormatError",
     "PendingWrite",
     "ProgressBar",
@@ -114,6 +117,7 @@ _LATE = {
     "tools.validating.validate": ["validate"],
     "tools.where": ["where"],
     "checkpoint.write": ["write"],
+    "checkpoint.writing.options": ["Background", "CopyTo"],
     "frameworks.zero_to_fp32": [
         "convert_zero_checkpoint_to_fp32_state_dict",
         "get_fp32_state_dict_from_zero_checkpoint",

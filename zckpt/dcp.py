@@ -41,7 +41,7 @@ from zckpt.checkpoint.open import open_loader
 from zckpt.checkpoint.reading.loader import ReadRequest
 from zckpt.checkpoint.reading.state_dict import PlainValues, own_rank, paths_of, tensors_by_name
 from zckpt.checkpoint.state_dict import Options, write_contents
-from zckpt.checkpoint.writing.options import Background, WriteOptions
+from zckpt.checkpoint.writing.options import Background, EarlierCopyOptions, WriteOptions
 from zckpt.engines.shards import bounds_of
 from zckpt.engines.state_dict.flat import HeldLeaves, fragment_of, held, values_in_order
 from zckpt.errors import (
@@ -122,7 +122,9 @@ class Writer(StorageWriter, AsyncStager):
         self._group = process_group
         self._background = Background(snapshot_bytes=snapshot_bytes)
         self._per_rank = per_rank
-        self._options = WriteOptions(overwrite=overwrite, replace_foreign=overwrite, **options)
+        of_write: dict[str, Any] = {**options}
+        earlier = {name: of_write.pop(name) for name in EarlierCopyOptions.__annotations__ if name in of_write}
+        self._options = WriteOptions(overwrite=overwrite, replace_foreign=overwrite, earlier=earlier, **of_write)
         if path is not None:
             Location.of(path)
         several(per_rank)

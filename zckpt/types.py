@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from zckpt.checkpoint.reading.checkpoint import Checkpoint as Checkpoint
     from zckpt.checkpoint.restore import RankStates as RankStates
     from zckpt.checkpoint.restore import Restored as Restored
-    from zckpt.checkpoint.writing.options import Background as Background
-    from zckpt.checkpoint.writing.options import CopyTo as CopyTo
     from zckpt.frameworks.preemption import Preemption as Preemption
     from zckpt.offloading.offload import Offloaded as Offloaded
     from zckpt.progress import Progress as Progress
@@ -41,8 +39,6 @@ _HOMES = {
     "Checkpoint": "checkpoint.reading.checkpoint",
     "RankStates": "checkpoint.restore",
     "Restored": "checkpoint.restore",
-    "Background": "checkpoint.writing.options",
-    "CopyTo": "checkpoint.writing.options",
     "Preemption": "frameworks.preemption",
     "Offloaded": "offloading.offload",
     "Progress": "progress",

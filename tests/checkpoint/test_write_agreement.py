@@ -330,6 +330,9 @@ def differ(path: str) -> list[str]:
                 zckpt.write(Half(3), f"{path}/c", **options)
             messages.append(str(refused.value))
             assert os.listdir(path) == []
+        wrong = zckpt.Background(snapshot_bytes=-1) if rank else zckpt.Background()
+        with pytest.raises(ValueError if rank else zckpt.RankError, match="snapshot_bytes must be"):
+            zckpt.write(Half(3), f"{path}/c", background=wrong)
         for given in ({"parts": ["exp_avg", "master"]}, {"parts": {"master", "exp_avg"}}):
             zckpt.write(Half(3), f"{path}/c", overwrite=True, **(given if rank else {"parts": ("master", "exp_avg")}))
     engine = make_engine()

@@ -41,6 +41,16 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"exclude": 3}, "names must be a str or a collection of them, got 3"),
         ({"latest": "no"}, "latest must be True or False, got 'no'"),
         ({"background": "lazy"}, "background must be True, False or a zckpt.Background, got 'lazy'"),
+        ({"background": zckpt.Background(snapshot="eager")}, "snapshot must be 'copy' or 'lazy', got 'eager'"),  # type: ignore[arg-type]
+        (
+            {"background": zckpt.Background(), "snapshot": "lazy"},
+            "background is a zckpt.Background: set snapshot there",
+        ),
+        (
+            {"copy_to": zckpt.CopyTo("far", keep_last=0)},
+            "keep_last of copy_to must be a whole number of 1 or more, got 0",
+        ),
+        ({"copy_to": zckpt.CopyTo("far"), "copy_keep_last": 2}, "copy_to is a zckpt.CopyTo: set copy_keep_last there"),
         ({"keeplast": 3}, r"zckpt.write has no keeplast \(did you mean 'keep_last'\?\): it has engine, path, step"),
         ({"path": 3}, "a path must be a str or a Path, got int"),
         ({"keep_last": True}, "keep_last must be a whole number of 1 or more, got True"),
@@ -100,3 +110,9 @@ def test_a_plain_model_is_no_source_of_an_export(tmp_path: Path) -> None:
 def test_a_misspelled_leaf_is_compared_with_those_of_the_checkpoint(path: Path) -> None:
     with pytest.raises(zckpt.MismatchError, match=r"missing: wieght.*\n.*nearest are: weight"):
         zckpt.open(path).load_into({"wieght": torch.zeros(6)})
+
+
+def test_the_writer_of_dcp_accepts_earlier_options() -> None:
+    zckpt.dcp.Writer("c", copy_to="far", copy_keep_last=2)
+    with pytest.raises(ValueError, match="keep_last of copy_to must be a whole number of 1 or more, got 0"):
+        zckpt.dcp.Writer("c", copy_to="far", copy_keep_last=0)

@@ -132,7 +132,7 @@ def test_run_refuses_options_that_do_not_go_together_in_one_line(
 ) -> None:
     (tmp_path / "train.py").touch()
     assert main(["run", "--copy-keep-every", "3", str(tmp_path / "train.py")]) == 2
-    assert "keep_every of copy_to" in capsys.readouterr().err
+    assert "copy_keep_last" in capsys.readouterr().err
 
 
 def test_only_arguments_that_are_required_are_asked_for(capsys: pytest.CaptureFixture[str]) -> None:

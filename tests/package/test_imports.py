@@ -53,9 +53,9 @@ FILE_FUNCTIONS = {
 IO_FUNCTIONS = {*FILE_FUNCTIONS, "input", "print", "stderr", "stdin", "stdout"}
 
 PUBLIC_NAMES = """
-    Budget Checkpoint CheckpointExistsError CheckpointNotFoundError FormatError PendingWrite ProgressBar RankError
-    TrainState ZckptError __version__ attach convert cp dcp diff errors export offload offloaded on_preemption open
-    prune register reload report restore types validate wait where write write_state_dict
+    Background Budget Checkpoint CheckpointExistsError CheckpointNotFoundError CopyTo FormatError PendingWrite
+    ProgressBar RankError TrainState ZckptError __version__ attach convert cp dcp diff errors export offload offloaded
+    on_preemption open prune register reload report restore types validate wait where write write_state_dict
 """
 FURTHER_NAMES = """
     CastError Cleanup Converted DeviceError Difference DigestError Exported FeatureError Finding KeyNotFoundError

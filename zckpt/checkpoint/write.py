@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 from zckpt.checkpoint.background import PendingWrite, is_ending, wait_for
 from zckpt.checkpoint.cleaning.older import remove_older
@@ -15,7 +16,14 @@ from zckpt.checkpoint.tiers import queue
 from zckpt.checkpoint.tiers.upload import Upload, place_there, run_there
 from zckpt.checkpoint.writing.decide import Agreed, Assigned, Facts, ForRank, Planned, agree, describe
 from zckpt.checkpoint.writing.machines import Machines, find_machines
-from zckpt.checkpoint.writing.options import Background, CopyTo, EarlierOptions, WriteOptions, only_earlier
+from zckpt.checkpoint.writing.options import (
+    Background,
+    CopyTo,
+    EarlierCopyOptions,
+    EarlierOptions,
+    WriteOptions,
+    only_earlier,
+)
 from zckpt.checkpoint.writing.prepare import Preparation, RankPlan, claimed, plan, prepare
 from zckpt.checkpoint.writing.rank_write import RankWrite, join
 from zckpt.engines import engine_of, group_of
@@ -37,7 +45,7 @@ if TYPE_CHECKING:
     from zckpt.transfer.budget import Budget
 
 
-class CommonOptions(TypedDict, total=False):
+class CommonOptions(EarlierCopyOptions, total=False):
     """The arguments that ``zckpt.write_state_dict`` and ``zckpt.dcp.Writer`` have, too."""
 
     latest: bool
@@ -317,7 +325,7 @@ def _upload(prepared: Preparation, agreed: Agreed, ranks: Ranks, target: Locatio
     queue.uploads_of(ranks)  # on each rank, before a rank can fail
     options, copies = prepared.options, prepared.options.copies
     assert copies is not None, "there is a place for copies"
-    copy_to = str(copies.path)
+    copy_to = os.fspath(copies.path)
     kept, written = (copies.keep_last, copies.keep_every), (agreed.run_id, agreed.save_id)
     return Upload(
         source=prepared.store.location, target=target, run=run_there(copy_to, prepared.run.location),

@@ -209,8 +209,8 @@ def load_checkpoint(
 
     parts, trees = ranks.together(choose_parts, "open the checkpoint")
     request = Request(
-        parts=parts, state=trees, strict=load_module_strict, own_client_state=True, caller=_LOAD, all_moments=True,
-        leave_out=True, settings=saves.settings,
+        parts=parts, state=trees, strict=bool(load_module_strict), own_client_state=True, caller=_LOAD,
+        all_moments=True, leave_out=True, settings=saves.settings,
     )  # fmt: skip
     restored, _ = restore_engine(engine, path if chosen is None else chosen, request)
     if not weights_only:

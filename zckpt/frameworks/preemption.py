@@ -21,6 +21,7 @@ from zckpt.storage.schemes import open_store
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
 
+    from zckpt.checkpoint.writing.options import CopyTo
     from zckpt.storage.location import StrPath
 
 
@@ -182,7 +183,7 @@ def on_preemption(
     *,
     signals: Collection[int] = (signal.SIGTERM,),
     client_state: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None = None,
-    copy_to: StrPath | None = None,
+    copy_to: StrPath | CopyTo | None = None,
     exit: bool = True,  # noqa: A002  the usual name for users
 ) -> Preemption:
     """Makes the engine write a last checkpoint when a signal announces the end of the job.
@@ -237,10 +238,11 @@ def on_preemption(
             hint="in a loop of your own, let the ranks agree on the signal after each step, and call zckpt.write: "
             "docs/pytorch.md shows how",
         )
-    if not callable(client_state):
-        WriteOptions(client_state=client_state).checked()  # raises an error now, and not after the signal
-    if copy_to is not None:
-        open_store(copy_to)  # raises an error now, too
+    # What is wrong raises an error now, and not after the signal.
+    of_state = None if callable(client_state) else client_state
+    copies = WriteOptions(client_state=of_state, copy_to=copy_to).checked().copies
+    if copies is not None:
+        open_store(copies.path)
     path_or_function = path if path is None or callable(path) else os.fspath(path)
 
     def write_last() -> str:

@@ -213,22 +213,25 @@ def test_the_training_goes_on_if_the_checkpoint_vanishes_before_it_is_copied(tmp
     ("options", "why"),
     [
         ({"copy_to": "{near}"}, r"copy_to .*run itself"),
+        ({"copy_to": "{link}"}, r"copy_to .*run itself"),
         ({"copy_keep_last": 2}, "pass copy_to too"),
         ({"copy_to": "{far}", "copy_keep_last": 0}, "keep_last of copy_to must"),
-        ({"copy_to": "{far}", "copy_keep_every": 2}, "keep_every of copy_to .* pass keep_last too"),
+        ({"copy_to": "{far}", "copy_keep_every": 2}, "keep_every of copy_to .* pass keep_last of copy_to"),
         ({"copy_to": "nowhere://far"}, "scheme 'nowhere'"),
     ],
 )
 def test_wrong_arguments_are_refused_before_anything_is_written(
     tmp_path: Path, options: dict[str, Any], why: str
 ) -> None:
-    near, far = tmp_path / "near", tmp_path / "far"
+    near, far, link = tmp_path / "near", tmp_path / "far", tmp_path / "link"
+    link.symlink_to(near)
     options = {
-        name: str(value).format(near=near, far=far) if "to" in name else value for name, value in options.items()
+        name: str(value).format(near=near, far=far, link=link) if "to" in name else value
+        for name, value in options.items()
     }
     with pytest.raises((ValueError, zckpt.UnsupportedError), match=why):
         zckpt.write(trained(1), near / "c", **options)
-    assert [*tmp_path.iterdir()] == []
+    assert [*tmp_path.iterdir()] == [link]
 
 
 SCRIPT = """

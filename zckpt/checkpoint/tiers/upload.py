@@ -47,7 +47,7 @@ def place_there(copy_to: StrPath, run: Location, checkpoint: Location) -> Locati
     if name.split("/")[0] in ("..", ".", names.LATEST) or "://" in name:
         raise ValueError(f"copy_to copies the checkpoints in {run}, and {checkpoint} is not in it: choose another path")
     place = run_there(copy_to, run).child(name)
-    if place == checkpoint:
+    if place.resolved() == checkpoint.resolved():  # A link may lead to the run, whose checkpoints are no copies.
         raise ValueError(f"copy_to leads to the directory of the run itself: copy {checkpoint} to another place")
     return place
 

@@ -35,7 +35,7 @@ def check_retention(keep_last: int | None, keep_every: int | None, of: str = "")
     """Raises ValueError unless this says which checkpoints are kept. ``of`` stands behind the names in its text."""
     check_counts(**{f"keep_last{of}": keep_last, f"keep_every{of}": keep_every})
     if keep_every is not None and keep_last is None:
-        raise ValueError(f"keep_every{of} says what is kept beside the last ones: pass keep_last too")
+        raise ValueError(f"keep_every{of} says what is kept beside the last ones: pass keep_last{of} too")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,18 +51,11 @@ class Background:
             rest is on disk before training continues. None means half of the available memory, divided among the ranks
             of a machine.
 
-    Raises:
-        ValueError: a field has a value that is not allowed.
+    The write refuses values that are not allowed, on all ranks together.
     """
 
     snapshot: Literal["copy", "lazy"] = "copy"
     snapshot_bytes: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.snapshot not in ("copy", "lazy"):
-            raise ValueError(f"snapshot must be 'copy' or 'lazy', got {self.snapshot!r}")
-        if self.snapshot_bytes is not None and not (isinstance(self.snapshot_bytes, int) and self.snapshot_bytes >= 0):
-            raise ValueError(f"snapshot_bytes must be a number of bytes, 0 or more, got {self.snapshot_bytes!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,33 +69,31 @@ class CopyTo:
             ``keep_last`` of the write is.
         keep_every: with ``keep_last``, copies whose step is a multiple of this number are kept too.
 
-    Raises:
-        TypeError: ``path`` is not a path.
-        ValueError: a number is not a whole number of 1 or more.
+    The write refuses values that are not allowed, on all ranks together.
     """
 
     path: StrPath
     keep_last: int | None = None
     keep_every: int | None = None
 
-    def __post_init__(self) -> None:
-        if not isinstance(self.path, str | os.PathLike):
-            raise TypeError(f"copy_to must be a path, a zckpt.CopyTo or None, got {self.path!r}")
-        check_retention(self.keep_last, self.keep_every, " of copy_to")
 
+class EarlierCopyOptions(TypedDict, total=False):
+    """Arguments that are fields of ``CopyTo`` now. Calls still accept them."""
 
-class EarlierOptions(TypedDict, total=False):
-    """Arguments that are fields of ``Background`` and ``CopyTo`` now. Calls still accept them."""
-
-    snapshot: Literal["copy", "lazy"]
-    snapshot_bytes: int | None
     copy_keep_last: int | None
     copy_keep_every: int | None
 
 
+class EarlierOptions(EarlierCopyOptions, total=False):
+    """Arguments that are fields of ``Background`` and ``CopyTo`` now. Calls still accept them."""
+
+    snapshot: Literal["copy", "lazy"]
+    snapshot_bytes: int | None
+
+
 def only_earlier(function: Callable[..., Any], others: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the arguments that the signature of ``function`` does not name. Raises TypeError if one of them is not
-    among ``EarlierOptions``."""
+    """Returns ``others``, the arguments that the signature of ``function`` does not name. Raises TypeError if one of
+    them is not among ``EarlierOptions``."""
     known = [name for name in inspect.signature(function).parameters if name != "earlier"]
     refuse_unknown(f"zckpt.{function.__name__}", others.keys() - EarlierOptions.__annotations__.keys(), known)
     return others
@@ -112,20 +103,37 @@ def _grouped(
     background: bool | Background, copy_to: StrPath | CopyTo | None, earlier: Mapping[str, Any]
 ) -> tuple[Background | None, CopyTo | None]:
     """Returns how a write works in the background, and where its checkpoint is copied, or None for either. ``earlier``:
-    those of ``EarlierOptions`` that were given. Raises TypeError and ValueError."""
+    those of ``EarlierOptions`` that were given. Raises TypeError and ValueError. This is called in a step of all ranks,
+    so that none waits for one that refuses its options."""
     if not isinstance(background, bool | Background):
         raise TypeError(f"background must be True, False or a zckpt.Background, got {background!r}")
     of_background = {name: value for name, value in earlier.items() if name in Background.__annotations__}
-    given = background if isinstance(background, Background) else Background()
-    in_background = replace(given, **of_background)
+    if of_background and isinstance(background, Background):
+        raise ValueError(f"background is a zckpt.Background: set {' and '.join(of_background)} there")
+    in_background = background if isinstance(background, Background) else Background(**of_background)
+    if in_background.snapshot not in ("copy", "lazy"):
+        raise ValueError(f"snapshot must be 'copy' or 'lazy', got {in_background.snapshot!r}")
+    nbytes = in_background.snapshot_bytes
+    if nbytes is not None and not (type(nbytes) is int and nbytes >= 0):
+        raise ValueError(f"snapshot_bytes must be a number of bytes, 0 or more, got {nbytes!r}")
     if not background and in_background != Background():
         raise ValueError("snapshot and snapshot_bytes are about a write in the background: pass background=True")
-    given_for_copies = {name: value for name, value in earlier.items() if name.startswith("copy_")}
-    kept = {name.removeprefix("copy_"): value for name, value in given_for_copies.items() if value is not None}
+
+    kept = {name: value for name, value in earlier.items() if name.startswith("copy_") and value is not None}
     if kept and copy_to is None:
         raise ValueError("copy_keep_last says how many copies are kept: pass copy_to too")
-    copies = copy_to if copy_to is None or isinstance(copy_to, CopyTo) else CopyTo(copy_to)
-    return in_background if background else None, copies and replace(copies, **kept)
+    if kept and isinstance(copy_to, CopyTo):
+        raise ValueError(f"copy_to is a zckpt.CopyTo: set {' and '.join(kept)} there, without copy_")
+    copies: CopyTo | None
+    if copy_to is None or isinstance(copy_to, CopyTo):
+        copies = copy_to
+    else:
+        copies = CopyTo(copy_to, kept.get("copy_keep_last"), kept.get("copy_keep_every"))
+    if copies is not None:
+        if not isinstance(copies.path, str | os.PathLike):
+            raise TypeError(f"copy_to must be a path, a zckpt.CopyTo or None, got {copies.path!r}")
+        check_retention(copies.keep_last, copies.keep_every, " of copy_to")
+    return in_background if background else None, copies
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
