@@ -50,7 +50,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
             {"copy_to": zckpt.CopyTo("far", keep_last=0)},
             "keep_last of copy_to must be a whole number of 1 or more, got 0",
         ),
-        ({"copy_to": zckpt.CopyTo("far"), "copy_keep_last": 2}, "copy_to is a zckpt.CopyTo: set copy_keep_last there"),
+        ({"copy_to": zckpt.CopyTo("far"), "copy_keep_last": 2}, "copy_to is a zckpt.CopyTo: set keep_last there"),
         ({"keeplast": 3}, r"zckpt.write has no keeplast \(did you mean 'keep_last'\?\): it has engine, path, step"),
         ({"path": 3}, "a path must be a str or a Path, got int"),
         ({"keep_last": True}, "keep_last must be a whole number of 1 or more, got True"),

@@ -78,7 +78,7 @@ class ModuleRestoring:
         buffers = {name: buffer for name, buffer in self._adapter.buffers[0].items() if name in in_buffers}
         gaps = {name: buffer for name, buffer in buffers.items() if not lies_in_order(buffer)}
         in_order = {name: buffer for name, buffer in buffers.items() if name not in gaps}
-        # A variable would keep the fragments of the optimizer's state in memory while the caller reads.
+        # No variable has this batch, because it would keep all fragments in memory while the caller reads.
         yield self._in_memory(in_order, (f for f in weights.values() if isinstance(f.data, torch.Tensor)))
         for fragment in self._adapter.buffer_fragments(gaps):
             yield Batch((fragment,))

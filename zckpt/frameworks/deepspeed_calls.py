@@ -84,8 +84,8 @@ def save_checkpoint(
 
 
 def _path_of(tag: str, save_dir: StrPath) -> str:
-    """Returns the directory of a checkpoint. Raises ValueError unless it is another one than ``save_dir`` and those
-    that contain ``save_dir``."""
+    """Returns the directory of a checkpoint. Raises ValueError if it is ``save_dir`` or a directory that contains
+    ``save_dir``."""
     run = Location.of(save_dir)
     place = run.child(tag)
     if {*place.absolute().path_from(run.absolute()).split("/")} <= {".", ".."}:

@@ -204,8 +204,8 @@ class Contents(Mapping[str, TensorInfo]):
 
     @property
     def plain_state(self) -> dict[Any, Any]:
-        """What ``plain_root`` returns. It is made anew each time that this attribute is read, because it names every
-        parameter of the optimizer, and little of it is needed."""
+        """The tree that all ranks share, with None in the place of each tensor and array. Each access decodes it anew,
+        because the tree names every parameter of the optimizer, and to keep these names takes memory."""
         return plain_root(self.manifest)
 
     # Where the tensors are stored

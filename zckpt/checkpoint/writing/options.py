@@ -51,7 +51,7 @@ class Background:
             rest is on disk before training continues. None means half of the available memory, divided among the ranks
             of a machine.
 
-    The write refuses values that are not allowed, on all ranks together.
+    Making this object checks nothing. The call that gets it does, so that all ranks raise an error together.
     """
 
     snapshot: Literal["copy", "lazy"] = "copy"
@@ -69,7 +69,7 @@ class CopyTo:
             ``keep_last`` of the write is.
         keep_every: with ``keep_last``, copies whose step is a multiple of this number are kept too.
 
-    The write refuses values that are not allowed, on all ranks together.
+    Making this object checks nothing. The call that gets it does, so that all ranks raise an error together.
     """
 
     path: StrPath
@@ -97,43 +97,6 @@ def only_earlier(function: Callable[..., Any], others: Mapping[str, Any]) -> Map
     known = [name for name in inspect.signature(function).parameters if name != "earlier"]
     refuse_unknown(f"zckpt.{function.__name__}", others.keys() - EarlierOptions.__annotations__.keys(), known)
     return others
-
-
-def _grouped(
-    background: bool | Background, copy_to: StrPath | CopyTo | None, earlier: Mapping[str, Any]
-) -> tuple[Background | None, CopyTo | None]:
-    """Returns how a write works in the background, and where its checkpoint is copied, or None for either. ``earlier``:
-    those of ``EarlierOptions`` that were given. Raises TypeError and ValueError. This is called in a step of all ranks,
-    so that none waits for one that refuses its options."""
-    if not isinstance(background, bool | Background):
-        raise TypeError(f"background must be True, False or a zckpt.Background, got {background!r}")
-    of_background = {name: value for name, value in earlier.items() if name in Background.__annotations__}
-    if of_background and isinstance(background, Background):
-        raise ValueError(f"background is a zckpt.Background: set {' and '.join(of_background)} there")
-    in_background = background if isinstance(background, Background) else Background(**of_background)
-    if in_background.snapshot not in ("copy", "lazy"):
-        raise ValueError(f"snapshot must be 'copy' or 'lazy', got {in_background.snapshot!r}")
-    nbytes = in_background.snapshot_bytes
-    if nbytes is not None and not (type(nbytes) is int and nbytes >= 0):
-        raise ValueError(f"snapshot_bytes must be a number of bytes, 0 or more, got {nbytes!r}")
-    if not background and in_background != Background():
-        raise ValueError("snapshot and snapshot_bytes are about a write in the background: pass background=True")
-
-    kept = {name: value for name, value in earlier.items() if name.startswith("copy_") and value is not None}
-    if kept and copy_to is None:
-        raise ValueError("copy_keep_last says how many copies are kept: pass copy_to too")
-    if kept and isinstance(copy_to, CopyTo):
-        raise ValueError(f"copy_to is a zckpt.CopyTo: set {' and '.join(kept)} there, without copy_")
-    copies: CopyTo | None
-    if copy_to is None or isinstance(copy_to, CopyTo):
-        copies = copy_to
-    else:
-        copies = CopyTo(copy_to, kept.get("copy_keep_last"), kept.get("copy_keep_every"))
-    if copies is not None:
-        if not isinstance(copies.path, str | os.PathLike):
-            raise TypeError(f"copy_to must be a path, a zckpt.CopyTo or None, got {copies.path!r}")
-        check_retention(copies.keep_last, copies.keep_every, " of copy_to")
-    return in_background if background else None, copies
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,9 +135,9 @@ class WriteOptions:
     CheckpointExistsError before a byte is written."""
 
     def checked(self) -> WriteOptions:
-        """Returns the same options with collections of names, a budget, and none in ``earlier``. Raises ValueError and
-        TypeError for values that are not allowed."""
-        background, copies = _grouped(self.background, self.copy_to, self.earlier)
+        """Returns the options in the form that a write uses: names in collections, a budget, and nothing in
+        ``earlier``. Raises ValueError and TypeError for values that are not allowed. This is called in a step of all
+        ranks, so that no rank waits for one that refuses its options."""
         if self.step is not None and (type(self.step) is not int or self.step < 0):
             raise ValueError(f"step must be a whole number of 0 or more, got {self.step!r}")
         most = self.ranks_per_file
@@ -196,18 +159,46 @@ class WriteOptions:
         budget = budget_or_default(self.budget)
         return replace(
             self, parts=several(self.parts), exclude=several(self.exclude), budget=budget,
-            background=background or False, copy_to=copies, earlier={},
+            background=self.in_background or False, copy_to=self.copies, earlier={},
         )  # fmt: skip
 
     @property
     def in_background(self) -> Background | None:
-        """How the write works in the background. None if it does not."""
-        return _grouped(self.background, self.copy_to, self.earlier)[0]
+        """The options of a write in the background, or None if the write is not one. Raises TypeError and
+        ValueError."""
+        background = self.background
+        if not isinstance(background, bool | Background):
+            raise TypeError(f"background must be True, False or a zckpt.Background, got {background!r}")
+        earlier = {name: value for name, value in self.earlier.items() if name in Background.__annotations__}
+        if earlier and isinstance(background, Background):
+            raise ValueError(f"background is a zckpt.Background: set {' and '.join(earlier)} there")
+        options = background if isinstance(background, Background) else Background(**earlier)
+        if options.snapshot not in ("copy", "lazy"):
+            raise ValueError(f"snapshot must be 'copy' or 'lazy', got {options.snapshot!r}")
+        nbytes = options.snapshot_bytes
+        if nbytes is not None and not (type(nbytes) is int and nbytes >= 0):
+            raise ValueError(f"snapshot_bytes must be a number of bytes, 0 or more, got {nbytes!r}")
+        if not background and options != Background():
+            raise ValueError("snapshot and snapshot_bytes are about a write in the background: pass background=True")
+        return options if background else None
 
     @property
     def copies(self) -> CopyTo | None:
-        """Where the checkpoint is copied. None if it is not."""
-        return _grouped(self.background, self.copy_to, self.earlier)[1]
+        """Where the checkpoint is copied to, or None if it is not copied. Raises TypeError and ValueError."""
+        copy_to = self.copy_to
+        names = (name for name in EarlierCopyOptions.__annotations__ if self.earlier.get(name) is not None)
+        kept = {name.removeprefix("copy_"): self.earlier[name] for name in names}
+        if copy_to is None:
+            if kept:
+                raise ValueError("copy_keep_last says how many copies are kept: pass copy_to too")
+            return None
+        if kept and isinstance(copy_to, CopyTo):
+            raise ValueError(f"copy_to is a zckpt.CopyTo: set {' and '.join(kept)} there")
+        copies = copy_to if isinstance(copy_to, CopyTo) else CopyTo(copy_to, **kept)
+        if not isinstance(copies.path, str | os.PathLike):
+            raise TypeError(f"copy_to must be a path, a zckpt.CopyTo or None, got {copies.path!r}")
+        check_retention(copies.keep_last, copies.keep_every, " of copy_to")
+        return copies
 
     @property
     def lazy(self) -> bool:
