@@ -7,6 +7,7 @@ import gc
 import pickle
 import weakref
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +15,9 @@ from torch import nn
 
 import zckpt
 from tests.support.torch_models import OPTIMIZERS, Net, backward, held, make_state, train
+from zckpt.checkpoint.reading.loader import Loader
 from zckpt.engines import adapt
+from zckpt.plan.inventory import Fragment
 from zckpt.testing.engine_definition import frozen
 
 if TYPE_CHECKING:
@@ -237,3 +240,22 @@ def test_weights_that_are_updated_in_16_bits_are_converted_and_the_result_says_s
         step(state)
     same = make(there)
     assert zckpt.restore(same, tmp_path / "c").converted == {}
+
+
+def test_a_restore_keeps_no_fragment_while_it_reads(tmp_path: Path) -> None:
+    """Its plans have this memory then, because there may be a hundred thousand fragments."""
+    state = make_state("alone")
+    train(state, 1)
+    zckpt.write(state, tmp_path / "c", pending_gradients="drop")
+    kept: list[str] = []
+    read = Loader._read
+
+    def look(*arguments: Any) -> None:
+        gc.collect()
+        fragments = (each for each in gc.get_objects() if type(each) is Fragment)
+        kept.extend(each.key for each in fragments if each.part == "exp_avg" and each.data is not None)
+        read(*arguments)
+
+    with mock.patch.object(Loader, "_read", look):
+        zckpt.restore(state, tmp_path / "c")
+    assert kept == []
