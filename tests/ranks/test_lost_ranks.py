@@ -288,7 +288,8 @@ def die_before_a_part_meets() -> int | None:
     with mock.patch.object(life, "WAITING_SECONDS", 3):
         if ranks.rank == 1:
             time.sleep(5)  # In no step, a rank shows no signs of life, and is waited for all the same.
-        ranks.part([0, 1, 2, 3])
+        # This step ends once all ranks of the part are connected. Rank 1 must not die before.
+        ranks.part([0, 1, 2, 3]).together(lambda: None, "connect")
         with pytest.raises(zckpt.RankError, match="has died") as caught:
             ranks.together(act, "meet")
     time.sleep(2)  # Rank 0 has the store, by which the other ranks hear of it.
@@ -297,7 +298,7 @@ def die_before_a_part_meets() -> int | None:
 
 def test_a_rank_that_dies_before_a_part_of_the_ranks_meets_is_named(cluster: Cluster) -> None:
     outcomes = cluster.outcomes(die_before_a_part_meets, 4)
-    assert [outcome.value for outcome in outcomes] == [1, None, 1, 1]
+    assert [outcome.value for outcome in outcomes] == [1, None, 1, 1], outcomes
 
 
 def fail_outside_of_a_part() -> list[str]:
