@@ -110,21 +110,27 @@ class RankRecord:
 
 def rank_record(rank: int, plans: Iterable[DataFilePlan], digest: bytes = bytes(DIGEST_BYTES)) -> RankRecord:
     """Returns the record of a rank that writes ``plans``."""
-    tensors: dict[tuple[str, Kind], int] = {}
+    kinds: dict[Kind, int] = {}
+    tensors: dict[tuple[str, int], int] = {}
     piece_columns: dict[bytes, tuple[int, PieceColumns]] = {}
     files: list[FileRecord] = []
     for plan in plans:
         _, names, dtypes, spans, _, copies, *_ = zip(*plan.fragments, strict=True)
         grids, starts, _ = zip(*spans, strict=True)
-        kinds = [(grid.shape, dtype, grid.sections) for grid, dtype in zip(grids, dtypes, strict=True)]
-        numbers = [tensors.setdefault(tensor, len(tensors)) for tensor in zip(names, kinds, strict=True)]
+        kind = [
+            kinds.setdefault((grid.shape, dtype, grid.sections), len(kinds))
+            for grid, dtype in zip(grids, dtypes, strict=True)
+        ]
+        numbers = [tensors.setdefault(tensor, len(tensors)) for tensor in zip(names, kind, strict=True)]
         numel = plan.places.nbytes // plan.places.item_bytes
         table = np.array([numbers, starts, numel, copies, plan.pieces.start, plan.pieces.block], np.int64)
         number, _ = piece_columns.setdefault(table.tobytes(), (len(piece_columns), PieceColumns(*table)))
         sizes = plan.nbytes, len(plan.header), plan.first_block
         files.append(FileRecord(plan.id.part, plan.id.tier, *sizes, number, plan.id.origin))
     columns_of_files = tuple(columns for _, columns in piece_columns.values())
-    return RankRecord(rank, digest, Tensors.of(tensors), columns_of_files, tuple(files))
+    kind_of_each = np.array([number for _, number in tensors], "<u4").tobytes()
+    of_rank = Tensors(tuple(name for name, _ in tensors), kind_of_each, tuple(kinds))
+    return RankRecord(rank, digest, of_rank, columns_of_files, tuple(files))
 
 
 def pack(value: RankRecord) -> bytes:

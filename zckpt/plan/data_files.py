@@ -179,11 +179,12 @@ def _plan_data_file(
     offset += np.cumsum(gap)
     _, tensors, dtypes, spans, *_ = zip(*fragments, strict=True)
     names = [*map(piece_name, tensors, spans)]
-    pieces = list(zip(names, tensors, spans, strict=True))
-    shapes = {tensor: grid.shape for name, tensor, (grid, *_) in pieces if name != tensor}
-    sections = {tensor: grid.sections for _, tensor, (grid, *_) in pieces if grid.sections}
-    shape_of = [grid.shape if name == tensor else (stop - first,) for name, tensor, (grid, first, stop) in pieces]
-    columns = (names, dtypes, shape_of, offset.tolist(), nbytes.tolist())
+    named = [*map(str.__eq__, names, tensors)]
+    shapes = {tensor: span.grid.shape for tensor, span, whole in zip(tensors, spans, named, strict=True) if not whole}
+    sections = {tensor: span.grid.sections for tensor, span in zip(tensors, spans, strict=True) if span.grid.sections}
+    shape_of = [span.grid.shape if whole else (span.numel,) for span, whole in zip(spans, named, strict=True)]
+    # A memoryview yields one integer at a time. A list of them would have 40 bytes for each piece.
+    columns = (names, dtypes, shape_of, memoryview(offset), memoryview(nbytes))
     header = encode_header(data_file, _with_fillers(zip(*columns, strict=True), gap), shapes, sections)
     after_gap = np.flatnonzero(gap)
     sources = np.insert(np.arange(len(fragments)), after_gap, FILLER)

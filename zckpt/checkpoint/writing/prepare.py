@@ -6,6 +6,7 @@ from __future__ import annotations
 import platform
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from itertools import compress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgpack
@@ -240,9 +241,9 @@ def _alone(prepared: Preparation, agreed: Agreed, own: ForRank, ranks: Ranks) ->
         return first is None or first[0] == rank or first[1] != collected.buffers[buffer.key]
 
     places = collected.places.joined(FragmentPlaces.of(fragments[len(collected.fragments) :]))
-    stored = [number for number, fragment in enumerate(fragments) if fragment.part != BUFFER or is_stored(fragment)]
-    if len(stored) < len(fragments):
-        fragments, places = [fragments[number] for number in stored], places.take(np.array(stored, np.int64))
+    stored = [fragment.part != BUFFER or is_stored(fragment) for fragment in fragments]
+    if not all(stored):
+        fragments, places = [*compress(fragments, stored)], places.take(np.flatnonzero(stored))
     shares: dict[str, Share] = {}
     replicas: dict[bytes, Mapping[str, bytes]] = {}
     for (label, held), (number, count, differ) in zip(collected.replicas.items(), own.shares, strict=True):

@@ -75,15 +75,7 @@ def reused(
     No tensor of ``earlier`` is read, because its manifest and its digest table are enough. Raises FormatError and
     StorageError.
     """
-    store = open_store(earlier)
-    contents = open_contents(store)
-    with closing(contents.reader):
-        counterparts = {}
-        for number, data_file in enumerate(data_files):
-            if data_file.nbytes >= REUSED_BYTES_MIN:
-                counterpart = _counterpart(store, contents, rank, data_file, block_bytes)
-                if counterpart is not None:
-                    counterparts[number] = counterpart
+    counterparts = _counterparts(data_files, rank, earlier, block_bytes)
     if not counterparts:
         return tuple(data_files), {}
     devices = devices_of(tensors_of(fragment for number in counterparts for fragment in data_files[number].on_devices))
@@ -144,6 +136,22 @@ def _is_sound(data_file: DataFilePlan, file: SameFile, budget: Budget, block_byt
             return bool(unchanged) and reader.read(name, 0, len(data_file.header)) == data_file.header
     except ZckptError:
         return False
+
+
+def _counterparts(
+    data_files: Sequence[DataFilePlan], rank: int, earlier: str, block_bytes: int
+) -> dict[int, tuple[DataFilePlan, SameFile]]:
+    """Returns what ``_counterpart`` does for the files that are large enough to share, by their numbers. The index of
+    the earlier checkpoint is in memory only until this returns."""
+    store = open_store(earlier)
+    contents = open_contents(store)
+    with closing(contents.reader):
+        found = (
+            (number, _counterpart(store, contents, rank, data_file, block_bytes))
+            for number, data_file in enumerate(data_files)
+            if data_file.nbytes >= REUSED_BYTES_MIN
+        )
+        return {number: counterpart for number, counterpart in found if counterpart is not None}
 
 
 def _counterpart(
