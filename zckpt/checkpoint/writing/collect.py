@@ -59,6 +59,10 @@ class Collected:
     """A phrase for each thing that no checkpoint can hold, as in ``Inventory.unsaved``."""
     replicas: dict[str, ReplicaSet]
     """The sets of replicas of which this rank holds one, by their labels."""
+    step: int
+    description: Mapping[str, str]
+    peft_configs: Mapping[str, str]
+    """The last three are those of the adapter."""
 
 
 def collect(
@@ -85,7 +89,8 @@ def collect(
     use = use_of(wanted, parts, trains=adapter.trains, all_weights=all_weights)
     return Collected(
         fragments, places, inventory.aliases, state, rank_state, scalars, _digests(fragments), left_out, use,
-        inventory.unsaved, _replica_sets(fragments, replicas if options.parts is None else {}),
+        inventory.unsaved, _replica_sets(fragments, replicas if options.parts is None else {}), adapter.step,
+        adapter.description, adapter.peft_configs,
     )  # fmt: skip
 
 

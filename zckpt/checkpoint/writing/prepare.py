@@ -63,6 +63,8 @@ class Preparation:
 
     engine: object
     adapter: StateAdapter
+    """An adapter for the engine. It is not the one that has collected the state, which would keep a description of each
+    parameter in memory for as long as the write takes."""
     options: WriteOptions
     """The options as ``WriteOptions.checked`` returns them, without client_state that cannot be kept."""
     store: Store
@@ -126,7 +128,7 @@ def prepare(engine: object, path: StrPath | None, options: WriteOptions, *, firs
         earlier=earlier_checkpoint(options.reuse, history.last, run) if first else "",
     )
     return Preparation(
-        engine=engine, adapter=adapter, options=options, store=store, run=run, collected=collected,
+        engine=engine, adapter=readable(engine), options=options, store=store, run=run, collected=collected,
         rank_state=rank_state, changes=changes, facts=facts,
     )  # fmt: skip
 
@@ -216,7 +218,7 @@ def plan(
 def _alone(prepared: Preparation, agreed: Agreed, own: ForRank, ranks: Ranks) -> _Alone:
     collected, options, rank = prepared.collected, prepared.options, ranks.rank
     fragments, changes = [*collected.fragments], prepared.changes.copy()
-    adapter, aliases, root = prepared.adapter, collected.aliases, b""
+    aliases, root = collected.aliases, b""
     if rank == 0:
         root, aliases = _packed_root(prepared, own.to_join, fragments, changes)
     writer = {
@@ -224,10 +226,10 @@ def _alone(prepared: Preparation, agreed: Agreed, own: ForRank, ranks: Ranks) ->
         "torch": torch.__version__,
         "python": platform.python_version(),
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        **adapter.description,
+        **collected.description,
     }
     lineage = Lineage(agreed.run_id, collected.use)
-    metadata = catalog.SaveMetadata(adapter.step, BLOCK_BYTES, aliases, root, writer, lineage)
+    metadata = catalog.SaveMetadata(collected.step, BLOCK_BYTES, aliases, root, writer, lineage)
     rank_state = collected.rank_state
     if agreed.client_states_differ and options.each_client_state:  # A rank without one writes an empty one.
         rank_state = {**rank_state, names.CLIENT_STATE: dict(options.client_state or {})}
@@ -266,8 +268,8 @@ def _packed_root(
     if to_join:
         state, aliases = joined(prepared.adapter, state, to_join, leave_out=options.leave_out)
     root: dict[str, Any] = {"engine": state, names.CLIENT_STATE: dict(options.client_state or {})}
-    if configs := prepared.adapter.peft_configs:
-        root[names.ADAPTERS] = configs
+    if collected.peft_configs:
+        root[names.ADAPTERS] = dict(collected.peft_configs)
     if collected.left_out:
         root[names.LEFT_OUT] = collected.left_out
     return pack_tree(root, "", fragments, 0, changes, leave_out=options.leave_out), aliases
