@@ -278,6 +278,19 @@ def ragged(count: Ints) -> tuple[Ints, Ints]:
     return group, np.arange(len(group)) - first[group]
 
 
+def distinct(column: Ints) -> tuple[Ints, Ints, Ints]:
+    """Returns the values of a column in ascending order, each one once; the position of the first item with each value;
+    and for each item, the position of its value among them. ``np.unique`` does the same, but its first call imports
+    ``numpy.ma``, which takes longer than to open a checkpoint."""
+    order = np.argsort(column, kind="stable")
+    begins = np.ones(len(column), bool)
+    begins[1:] = np.diff(column[order]) != 0
+    first = order[begins]
+    number = np.empty(len(column), np.int64)
+    number[order] = np.cumsum(begins) - 1
+    return column[first], first, number
+
+
 def runs_of_equal(column: Ints) -> list[tuple[int, int]]:
     """Returns ``(start, stop)`` of each run of equal items that follow each other."""
     begins = np.flatnonzero(np.diff(column)) + 1

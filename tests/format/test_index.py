@@ -117,9 +117,7 @@ def test_an_index_comes_back_unchanged(
             decoded_layout = decode(raw[chunk.offset : chunk.offset + chunk.nbytes], chunk, manifest)
             boxes = map(Grid, shapes[chunk.first_row : chunk.first_row + chunk.rows])
             decoded += [list(pieces(decoded_layout, row, box)) for row, box in enumerate(boxes)]
-        assert decoded == [
-            [dataclasses.replace(piece, block=piece.block ^ number) for piece in row] for row in expected
-        ]
+        assert decoded == [[piece._replace(block=piece.block ^ number) for piece in row] for row in expected]
 
 
 def test_one_key_reads_one_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

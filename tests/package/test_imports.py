@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -284,6 +285,15 @@ def test_importing_zckpt_or_its_command_line_imports_no_torch() -> None:
         "import sys, zckpt, zckpt.cli, zckpt.checkpoint.listing.find; zckpt.Cleanup; sys.exit('torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_load_imports_nothing_that_takes_longer_than_to_open_a_checkpoint(tmp_path: Path) -> None:
+    zckpt.write_state_dict({"weight": torch.ones(3)}, tmp_path / "checkpoint")
+    code = (
+        "import sys, zckpt; ck = zckpt.open(sys.argv[1]); assert ck['param/weight'].pieces; ck.load();"
+        "sys.exit('numpy.ma' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code, tmp_path / "checkpoint"], check=True)
 
 
 def test_no_test_module_imports_another() -> None:

@@ -18,6 +18,7 @@ from zckpt.geometry import (
     Spans,
     all_of,
     box_of,
+    distinct,
     joined,
     ragged,
     section_of,
@@ -202,3 +203,10 @@ def test_common_elements_of_spans(lengths: list[list[int]], data: st.DataObject)
         assert (mine.tensor == of_tensor).all()
         starts, stops = joined(mine.start, mine.stop)
         assert (starts.tolist(), stops.tolist()) == ([start], [stop])
+
+
+@given(st.lists(st.integers(-5, 5)))
+def test_distinct_values_are_those_of_numpy(values: list[int]) -> None:
+    column = np.array(values, np.int64)
+    expected = np.unique(column, return_index=True, return_inverse=True)
+    assert [part.tolist() for part in distinct(column)] == [part.tolist() for part in expected]

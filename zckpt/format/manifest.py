@@ -39,7 +39,7 @@ from zckpt.format.limits import (
 )
 from zckpt.format.names import Tier
 from zckpt.format.rules import broken
-from zckpt.geometry import Grid, all_of
+from zckpt.geometry import Grid, all_of, distinct
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -620,7 +620,7 @@ def _pairs(one: Ints, other: Ints | NDArray[np.uint8], count: int) -> Iterator[t
     """Yields the distinct pairs of the items of two columns. ``other`` has numbers below ``count``."""
     pairs = one * count + other
     pairs = pairs[np.diff(pairs, prepend=-1) != 0]  # Neighbours are mostly equal.
-    return (divmod(pair, count) for pair in np.unique(pairs).tolist())
+    return (divmod(pair, count) for pair in distinct(pairs)[0].tolist())
 
 
 def _check_chunks(m: Manifest) -> None:

@@ -263,7 +263,9 @@ def plan_reads(
     alone = (copies == 1) & (runs == 1) & (run_bytes == nbytes) & (places.address[target] >= 0)
     address = np.where(alone, places.address[target] + target_offset, -1)
     cuts = _cuts(file, start_at, stop_at, address, batch_bytes, places, gap_bytes)
-    gap = np.setdiff1d(np.flatnonzero(start_at[1:] > stop_at[:-1]) + 1, cuts)  # the segments that come after a gap
+    after_gap = np.append(False, start_at[1:] > stop_at[:-1])
+    after_gap[cuts] = False
+    gap = np.flatnonzero(after_gap)  # the segments that come after a gap in one read
     if len(gap):
         start_at, stop_at = np.insert(start_at, gap, stop_at[gap - 1]), np.insert(stop_at, gap, start_at[gap])
         file, is_urgent = np.insert(file, gap, file[gap]), np.insert(is_urgent, gap, is_urgent[gap])

@@ -23,7 +23,7 @@ from zckpt.format.dtypes import DTYPES
 from zckpt.format.limits import DIGEST_TABLE_BYTES_MAX, NAMES_MAX, TREE_BYTES_MAX
 from zckpt.format.names import Tier
 from zckpt.format.rules import broken
-from zckpt.geometry import ragged
+from zckpt.geometry import distinct, ragged
 from zckpt.plan.catalog import run_id_of, tensor_counts
 from zckpt.plan.inventory import STATE
 from zckpt.plan.lineage import Lineage, judged, lineage_of
@@ -287,14 +287,16 @@ class Contents(Mapping[str, TensorInfo]):
     def piece_infos(self, info: TensorInfo) -> tuple[PieceInfo, ...]:
         pieces = list(self.pieces(info))
         rank, tier = np.array([(piece.rank, piece.tier) for piece in pieces], np.int64).T
-        infos = []
-        for piece, number in zip(pieces, self.manifest.file_numbers(rank, info._place[0], tier).tolist(), strict=True):
-            file = self.manifest.files[number]
-            nbytes = piece.span.numel * info.item_bytes
-            place = (self.manifest.path(file), file.data_start + piece.offset, nbytes)
-            span = piece.span
-            infos.append(PieceInfo(piece.rank, piece.tier.label, piece.copy, span.start, span.stop, *place))
-        return tuple(infos)
+        numbers = self.manifest.file_numbers(rank, info._place[0], tier).tolist()
+        save_id, data_start, item_bytes = self.manifest.save_id, self.manifest.files.data_start, info.item_bytes
+        labels = {tier: tier.label for tier in names.Tier}
+        return tuple(
+            PieceInfo(
+                rank, labels[tier], copy, start, stop, names.data_file_path(save_id, rank, info.part, tier),
+                data_start[number] + offset, (stop - start) * item_bytes,
+            )
+            for (rank, tier, copy, (_, start, stop), offset, _), number in zip(pieces, numbers, strict=True)
+        )  # fmt: skip
 
     def _bytes_of(self, piece: Piece, info: TensorInfo) -> bytes:
         """Reads a small piece and checks its digests."""
@@ -436,7 +438,7 @@ class Contents(Mapping[str, TensorInfo]):
         of each part, ascending."""
         for part_id, (part, part_rows) in enumerate(zip(self.manifest.parts, rows, strict=True)):
             chunks = self._chunks_of(np.full(len(part_rows), part_id), part_rows)
-            for number in np.unique(chunks).tolist():
+            for number in distinct(chunks)[0].tolist():
                 in_chunk = part_rows[chunks == number]
                 pieces, copy, _ = self.pieces_of_rows(part_id, number, in_chunk)
                 row = in_chunk[pieces.tensor]
@@ -477,13 +479,13 @@ class Contents(Mapping[str, TensorInfo]):
         tensors = self.tensors(infos)
         # A tensor may be given under several keys.
         place = tensors.part_id * NAMES_MAX + tensors.row
-        _, first, number = np.unique(place, return_index=True, return_inverse=True)
-        distinct = tensors.take(first)
+        _, first, number = distinct(place)
+        once = tensors.take(first)
         read = None if bounds is None else bounds[first]
         if bounds is not None and read is not None:
             np.minimum.at(read[:, 0], number, bounds[:, 0])
             np.maximum.at(read[:, 1], number, bounds[:, 1])
-        return self.check_copies(distinct, np.full(len(distinct), -1), unmeasured_bytes, read)[number]
+        return self.check_copies(once, np.full(len(once), -1), unmeasured_bytes, read)[number]
 
     def check_copies(
         self,
@@ -510,7 +512,7 @@ class Contents(Mapping[str, TensorInfo]):
                 if bounds is not None:
                     start, stop = bounds[group][stored.tensor].T
                     read = stored.take((stored.start < stop) & (stored.stop > start))
-                numbers, at = np.unique(read.file, return_index=True)
+                numbers, at, _ = distinct(read.file)
                 for number, request in zip(numbers.tolist(), read.tensor[at].tolist(), strict=True):
                     first.setdefault(number, tensors[group.start + request].key)
                 yield stored.file, stored.numel * item[stored.tensor]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, overload
 import numpy as np
 
 from zckpt.format.dtypes import DTYPES, ITEM_BYTES, ITEM_BYTES_BY_ID, TORCH_NAMES
+from zckpt.geometry import distinct
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -198,7 +199,7 @@ class Tensors(Sequence[TensorInfo]):
     def _column(self, name: str) -> Ints:
         """Returns one column of the manifest's parts, such as ``name_ids``, with a value for each of these tensors."""
         column = np.empty(len(self), np.int64)
-        for part_id in np.unique(self.part_id).tolist():
+        for part_id in distinct(self.part_id)[0].tolist():
             of_part = self.part_id == part_id
             column[of_part] = getattr(self._manifest.parts[part_id], name)[self.row[of_part]]
         return column

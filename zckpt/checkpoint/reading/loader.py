@@ -15,7 +15,7 @@ from zckpt.checkpoint.listing.tensors import TensorInfo
 from zckpt.checkpoint.reading.targets import check_casts, empty_tensors, refuse_overlaps
 from zckpt.errors import FormatError
 from zckpt.format import names, tree
-from zckpt.geometry import Span, all_of, same_order
+from zckpt.geometry import Span, all_of, distinct, same_order
 from zckpt.orders import row_count
 from zckpt.plan.inventory import BUFFER, MASTER, PARAM, STATE
 from zckpt.plan.reads import SPACED_GAP_BYTES, plan_reads
@@ -316,7 +316,7 @@ class Loader:
             map(RequestedSpan, itertools.count(), wanted.spans),
             tensors.item_bytes,
         )
-        numbers, first = np.unique(stored_ranges.file, return_index=True)
+        numbers, first, _ = distinct(stored_ranges.file)
         first_targets = stored_ranges.target[first].tolist()
         keys_of_files = {number: tensors.key(row) for number, row in zip(numbers.tolist(), first_targets, strict=True)}
         files = {number: self.contents.read_file(number, verify=verify) for number in keys_of_files}
