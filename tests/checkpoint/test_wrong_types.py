@@ -92,6 +92,7 @@ def test_options_of_a_write(tmp_path: Path, options: dict[str, Any], message: st
         (lambda path: zckpt.report(path, path.parent / "d", statistics=NO), "statistics must be True or False"),
         (lambda path: zckpt.offload(state(), path.parent / "d", background=NO), "background must be True or False"),
         (lambda path: zckpt.offload(state(), path.parent / "d", auto=NO), "auto must be True or False, got 'no'"),
+        (lambda path: zckpt.on_preemption(state(), exit=NO), "exit must be True or False, got 'no'"),
         (lambda path: zckpt.attach_all(replace_deepspeed=NO), "replace_deepspeed must be True or False, got 'no'"),
     ],
 )

@@ -33,7 +33,6 @@ from zckpt.errors import warn
 from zckpt.plan.inventory import PARAM
 from zckpt.ranks.collectives import BACKGROUND, UPLOADS, Ranks
 from zckpt.storage.lock import WriteLock
-from zckpt.storage.schemes import open_store
 from zckpt.transfer.snapshot import Snapshot
 
 if TYPE_CHECKING:
@@ -249,8 +248,7 @@ def write_together(
         # This is inside of the step, because it may fail. It stays so unless ``find_machines`` finds several.
         machines = Machines.one(ranks.size)
         if prepared.options.copies is not None:
-            there = place_there(prepared.options.copies.path, prepared.run.location, prepared.store.location)
-            copy_at = open_store(there).location
+            copy_at = place_there(prepared.options.copies.path, prepared.run.location, prepared.store.location)
         return prepared.facts
 
     def plan_here() -> Planned:

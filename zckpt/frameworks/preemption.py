@@ -13,7 +13,7 @@ from zckpt.checkpoint.write import write_engine
 from zckpt.checkpoint.writing.options import WriteOptions
 from zckpt.engines import adapt, group_of
 from zckpt.engines.hooks import after_calls, before_calls
-from zckpt.errors import UnsupportedError, ZckptError, warn
+from zckpt.errors import UnsupportedError, ZckptError, check_flags, warn
 from zckpt.frameworks.last_step import LastStep
 from zckpt.ranks.collectives import Ranks
 from zckpt.storage.schemes import open_store
@@ -228,10 +228,11 @@ def on_preemption(
 
     Raises:
         ValueError: one of the signals cannot be handled, or this is not the main thread.
-        TypeError: ``client_state`` is neither a dict nor a function.
+        TypeError: ``client_state`` is neither a dict nor a function, or ``exit`` neither True nor False.
         UnsupportedError: zckpt does not support engines of this kind.
         RankError: another rank has failed or is lost.
     """
+    check_flags(exit=exit)
     if not callable(getattr(engine, "step", None)):
         raise UnsupportedError(
             f"zckpt.on_preemption writes at the end of engine.step(), which a {type(engine).__name__} does not have",
@@ -242,7 +243,7 @@ def on_preemption(
     of_state = None if callable(client_state) else client_state
     copies = WriteOptions(client_state=of_state, copy_to=copy_to).checked().copies
     if copies is not None:
-        open_store(copies.path)
+        open_store(copies.path).refuse_read_only()
     path_or_function = path if path is None or callable(path) else os.fspath(path)
 
     def write_last() -> str:

@@ -357,6 +357,9 @@ class WebStore(ObjectStore):
 
     sizes = Store.sizes
 
+    def refuse_read_only(self) -> None:
+        raise self._refusal("")
+
     def entry(self, path: str) -> Entry | None:
         return self._file(path)
 

@@ -401,6 +401,10 @@ class Store(Creator, ABC):
         """Removes what the store keeps of an upload that ``unfinished`` has returned. It cannot be finished then."""
         return
 
+    def refuse_read_only(self) -> None:
+        """Raises UnsupportedError if files can only be read in this store. Does no I/O."""
+        return
+
     # Only file systems need these methods. The implementations below suit all other stores.
 
     def sync_names(self, path: str) -> None:

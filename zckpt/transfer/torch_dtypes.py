@@ -22,7 +22,7 @@ def dtype_of(
     """Returns the dtype of this name, which is torch's name, such as ``"bfloat16"``, or DeepSpeed's, such as
     ``"bf16"``. Returns a dtype, and None, unchanged. Raises ValueError if it is none of the allowed dtypes, which are
     floating point dtypes or all of the format."""
-    if dtype_or_name is None or dtype_or_name in allowed:
+    if dtype_or_name is None or (isinstance(dtype_or_name, torch.dtype) and dtype_or_name in allowed):
         return dtype_or_name
     dtypes_by_name = {torch_name(dtype): dtype for dtype in allowed} | SHORT_NAMES
     named_dtype = dtypes_by_name.get(str(dtype_or_name).removeprefix("torch."))

@@ -214,6 +214,8 @@ def test_the_training_goes_on_if_the_checkpoint_vanishes_before_it_is_copied(tmp
     [
         ({"copy_to": "{near}"}, r"copy_to .*run itself"),
         ({"copy_to": "{link}"}, r"copy_to .*run itself"),
+        ({"copy_to": "{near}/c"}, r"copy_to leads into the checkpoint .*itself"),
+        ({"copy_to": "https://example.com/far"}, "a web server can only be read"),
         ({"copy_keep_last": 2}, "pass copy_to too"),
         ({"copy_to": "{far}", "copy_keep_last": 0}, "keep_last of copy_to must"),
         ({"copy_to": "{far}", "copy_keep_every": 2}, "keep_every of copy_to .* pass keep_last of copy_to"),

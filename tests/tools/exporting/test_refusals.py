@@ -79,7 +79,13 @@ def test_without_transformers(tmp_path: Path, model: Path, monkeypatch: pytest.M
 
 def test_wrong_arguments(tmp_path: Path, model: Path) -> None:
     assert_refused(tmp_path, ValueError, "format must be one of hf, pt", format="onnx")
-    for wrong, meant in (("float7", "float"), ("half", "float16"), ("BF16", "bf16"), (np.float32, "float32")):
+    for wrong, meant in (
+        ("float7", "float"),
+        ("half", "float16"),
+        ("BF16", "bf16"),
+        (np.float32, "float32"),
+        (["bf16"], "bf16"),
+    ):
         match = f"dtype must be one of .*, fp16, fp32, .* got .*did you mean '{meant}"
         assert_refused(tmp_path, ValueError, match, dtype=wrong)
     floating = "float8_e4m3fn, float8_e5m2, float16, bfloat16, float32, float64, bf16, fp16, fp32"

@@ -42,14 +42,20 @@ def run_there(copy_to: StrPath, run: Location) -> Location:
 
 def place_there(copy_to: StrPath, run: Location, checkpoint: Location) -> Location:
     """Returns the directory of the copy of a checkpoint of ``run``. Raises ValueError if it has none, or if it would be
-    the checkpoint itself."""
+    the checkpoint itself or inside of it, and UnsupportedError if nothing can be written there."""
     name = checkpoint.path_from(run)
     if name.split("/")[0] in ("..", ".", names.LATEST) or "://" in name:
         raise ValueError(f"copy_to copies the checkpoints in {run}, and {checkpoint} is not in it: choose another path")
     place = run_there(copy_to, run).child(name)
-    if place.resolved() == checkpoint.resolved():  # A link may lead to the run, whose checkpoints are no copies.
+    # A link may lead to the run, whose checkpoints are no copies.
+    from_checkpoint = place.resolved().path_from(checkpoint.resolved())
+    if from_checkpoint == ".":
         raise ValueError(f"copy_to leads to the directory of the run itself: copy {checkpoint} to another place")
-    return place
+    if from_checkpoint.split("/")[0] != ".." and place.scheme == checkpoint.scheme:
+        raise ValueError(f"copy_to leads into the checkpoint {checkpoint} itself: copy it to another place")
+    store = open_store(place)
+    store.refuse_read_only()
+    return store.location
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

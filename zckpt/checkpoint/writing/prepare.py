@@ -99,6 +99,7 @@ def prepare(engine: object, path: StrPath | None, options: WriteOptions, *, firs
     if options.step is not None:
         adapter.set_step(options.step)
     store = open_store(Location.of(f"checkpoints/global_step{adapter.step}" if path is None else path).absolute())
+    store.refuse_read_only()
     run = store.parent if options.run is None else open_store(Location.of(options.run).absolute())
     if options.ranks_per_file > 1 and not store.divides_files:
         raise UnsupportedError(
