@@ -267,13 +267,12 @@ class FragmentPlaces(NamedTuple):
             if isinstance(data, FileRange):
                 path.append(numbers.setdefault(data.path, len(numbers)))
                 start.append(data.offset)
-                continue
-            if data is not None:
-                assert data.nbytes == (stop - first) * ITEM_BYTES[dtype], "a fragment's data are its elements"
-                assert data.is_contiguous(), "a fragment's data lie in order"
-            address = data.data_ptr() if data is not None and data.is_cpu else -1
-            path.append(min(address, 0))
-            start.append(max(address, 0))
+            elif data is not None and data.is_cpu:
+                path.append(0)
+                start.append(data.data_ptr())
+            else:
+                path.append(-1)
+                start.append(0)
         size = np.array(item_bytes, np.int8)
         nbytes = np.array(numel, np.int64) * size
         return cls(tuple(numbers), np.array(path, np.int32), np.array(start, np.int64), nbytes, size)
