@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 import reprlib
 from collections import Counter
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice, pairwise
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgpack
 import numpy as np
@@ -68,16 +67,10 @@ _VERSION_BYTES_MAX = 5 + 2 * 9
 _BIN = {0xC4: (2, 0), 0xC5: (3, 1 << 8), 0xC6: (5, 1 << 16)}
 """The first bytes that a binary may have in msgpack. For each of them, the number of bytes before the content of the
 binary, and the shortest content that needs it."""
-_CHUNK_COLUMNS = {
-    "layout": "layout_id",
-    "first_row": "first_row",
-    "rows": "rows",
-    "pieces": "pieces",
-    "offset": "offset",
-    "bytes": "nbytes",
-    "digest": "digest",
-}
-"""For each column of ``chunks`` in the file, the attribute of ``Chunk``. The order is that of the attributes."""
+_FILE_COLUMNS = ("rank", "part", "tier", "bytes", "data_start", "first_block")
+"""The columns of ``files`` in the file, in the order of the attributes of ``File``."""
+_CHUNK_COLUMNS = ("layout", "first_row", "rows", "pieces", "offset", "bytes", "digest")
+"""The columns of ``chunks`` in the file, in the order of the attributes of ``Chunk``."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -112,8 +105,7 @@ class Part:
         return ITEM_BYTES_BY_ID[self.dtype_ids]
 
 
-@dataclass(frozen=True, slots=True)
-class File:
+class File(NamedTuple):
     """One data file of a checkpoint, as the manifest lists it."""
 
     rank: int
@@ -133,41 +125,31 @@ class File:
 
 
 @dataclass(frozen=True, slots=True)
-class Files(Sequence[File]):
-    """All data files of a checkpoint, as columns. A thousand ranks have thousands of data files, and to make an object
-    for each of them would slow down opening."""
+class Files:
+    """All data files of a checkpoint, as columns: each has one attribute of every ``File``. A thousand ranks have
+    thousands of data files, and to make an object for each of them would slow down opening."""
 
     rank: tuple[int, ...]
-    """For each data file, the rank that wrote it."""
     part_id: tuple[int, ...]
-    """For each data file, the position of its part in ``Manifest.parts``."""
     tier: tuple[int, ...]
-    """For each data file, the number of its tier."""
     nbytes: tuple[int, ...]
-    """For each data file, its size in bytes."""
     data_start: tuple[int, ...]
-    """For each data file, the byte at which its data begin."""
     first_block: tuple[int, ...]
-    """For each data file, the position of its first digest in the digest table of its rank."""
     origin: tuple[str, ...]
-    """For each data file, the save id in its header if an earlier save wrote it, or an empty string."""
 
     @classmethod
     def of(cls, files: Iterable[File]) -> Files:
         """Returns the columns of ``files``, in the order of the format: by rank, part and tier."""
-        rows = sorted((f.rank, f.part_id, f.tier, f.nbytes, f.data_start, f.first_block, f.origin) for f in files)
+        rows = sorted(files)
         return cls(*zip(*rows, strict=True)) if rows else cls((), (), (), (), (), (), ())
 
     def __len__(self) -> int:
         return len(self.rank)
 
-    @overload
-    def __getitem__(self, i: int) -> File: ...
-    @overload
-    def __getitem__(self, i: slice) -> tuple[File, ...]: ...
-    def __getitem__(self, i: int | slice) -> File | tuple[File, ...]:
-        if isinstance(i, slice):
-            return tuple(self[j] for j in range(*i.indices(len(self))))
+    def __iter__(self) -> Iterator[File]:
+        return map(self.__getitem__, range(len(self)))
+
+    def __getitem__(self, i: int) -> File:
         place, size = (self.rank[i], self.part_id[i], Tier(self.tier[i])), (self.nbytes[i], self.data_start[i])
         return File(*place, *size, self.first_block[i], self.origin[i])
 
@@ -181,8 +163,7 @@ class Files(Sequence[File]):
         return numbers
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(NamedTuple):
     """One chunk of the index: a zstd frame with consecutive rows of one layout."""
 
     layout_id: int
@@ -344,18 +325,13 @@ def encode(manifest: Manifest) -> bytes:
             ],
             "aliases": dict(manifest.aliases),
             "files": {
-                "rank": manifest.files.rank,
-                "part": manifest.files.part_id,
-                "tier": manifest.files.tier,
-                "bytes": manifest.files.nbytes,
-                "data_start": manifest.files.data_start,
-                "first_block": manifest.files.first_block,
+                column: getattr(manifest.files, attribute)
+                for column, attribute in zip(_FILE_COLUMNS, File._fields, strict=False)
             },
             "digests": manifest.digests,
             "index_bytes": manifest.index_bytes,
             "chunks": {
-                column: [getattr(chunk, attribute) for chunk in manifest.chunks]
-                for column, attribute in _CHUNK_COLUMNS.items()
+                column: [chunk[number] for chunk in manifest.chunks] for number, column in enumerate(_CHUNK_COLUMNS)
             },
             "state": manifest.state,
             **({"shared": shared} if shared else {}),
@@ -513,8 +489,7 @@ def _files(get: Fields, shared: Fields | None, save_id: str) -> Files:
 
     ``shared`` is the field of that name, or None if the checkpoint has no shared files.
     """
-    columns = [tuple(column) for column in get.columns("rank", "part", "tier", "bytes", "data_start", "first_block")]
-    rank, part, tier, nbytes, data_start, first_block = columns
+    rank, part, tier, nbytes, data_start, first_block = map(tuple, get.columns(*_FILE_COLUMNS))
     origin = [""] * len(rank)
     if shared is not None and not shared.values:
         raise broken("M014", f"needs {SHARED_FILES}, and lists no file that is shared", file=names.MANIFEST)
@@ -538,7 +513,7 @@ def _files(get: Fields, shared: Fields | None, save_id: str) -> Files:
 
 def _chunks(get: Fields) -> tuple[Chunk, ...]:
     """Returns the chunks of the index. Raises FormatError (M005)."""
-    columns = get.columns(*list(_CHUNK_COLUMNS)[:-1])
+    columns = get.columns(*_CHUNK_COLUMNS[:-1])
     digests = [_digest(value) for value in get.array("digest")]
     if len(digests) != len(columns[0]):
         raise broken("M005", "the columns of 'chunks' differ in length", file=names.MANIFEST)
