@@ -352,36 +352,36 @@ def decode(raw: bytes) -> Manifest:
         raise broken("M004", f"it is longer than {MANIFEST_BYTES_MAX} bytes", file=names.MANIFEST)
     version, packed_body = _open_envelope(raw)
     body = unpack_body(packed_body)
-    get = Fields(body, "body")
+    fields = Fields(body, "body")
     if _version(body.get("version")) != version:
         raise broken("M001", "envelope and body differ in their version", file=names.MANIFEST)
-    requires = get.strings("requires")
+    requires = fields.strings("requires")
     unknown = [feature for feature in requires if feature not in FEATURES]
     if unknown:
         raise broken(
             "M006", f"needs {', '.join(unknown)}", file=names.MANIFEST, hint="upgrade zckpt to read this checkpoint"
         )
-    save_id = get.string("save_id")
+    save_id = fields.get("save_id", str)
     names.check_save_id(save_id, file=names.MANIFEST)
-    block_bytes = get.integer("block_bytes", BLOCK_BYTES_MIN, BLOCK_BYTES_MAX)
+    block_bytes = fields.integer("block_bytes", BLOCK_BYTES_MIN, BLOCK_BYTES_MAX)
     if block_bytes % BLOCK_BYTES_MIN:  # Then an element could be in two blocks.
         raise broken("M005", f"blocks of {block_bytes} bytes", file=names.MANIFEST)
     manifest = Manifest(
         save_id=save_id,
-        step=get.integer("step", 0, TENSOR_BYTES_MAX),
-        world_size=get.integer("world_size", 1, WORLD_SIZE_MAX),
+        step=fields.integer("step", 0, TENSOR_BYTES_MAX),
+        world_size=fields.integer("world_size", 1, WORLD_SIZE_MAX),
         block_bytes=block_bytes,
-        names=tuple(get.strings("names")),
-        shapes=tuple(tuple(shape) if is_shape(shape) else _bad_shape(shape) for shape in get.array("shapes")),
-        grids=tuple(map(_grid, get.array("grids"))) if BOX in requires else ((),),
-        parts=tuple(_part(value, has_grids=BOX in requires) for value in get.array("parts")),
-        files=_files(get.map("files"), get.map("shared") if SHARED_FILES in requires else None, save_id),
-        digests=tuple(_digest(value) for value in get.array("digests")),
-        chunks=_chunks(get.map("chunks")),
-        index_bytes=get.integer("index_bytes", 0, TENSOR_BYTES_MAX),
-        aliases=get.string_map("aliases"),
-        state=get.binary("state"),
-        writer=get.string_map("writer"),
+        names=tuple(fields.strings("names")),
+        shapes=tuple(tuple(shape) if is_shape(shape) else _bad_shape(shape) for shape in fields.get("shapes", list)),
+        grids=tuple(map(_grid, fields.get("grids", list))) if BOX in requires else ((),),
+        parts=tuple(_part(value, has_grids=BOX in requires) for value in fields.get("parts", list)),
+        files=_files(fields.map("files"), fields.map("shared") if SHARED_FILES in requires else None, save_id),
+        digests=tuple(_digest(value) for value in fields.get("digests", list)),
+        chunks=_chunks(fields.map("chunks")),
+        index_bytes=fields.integer("index_bytes", 0, TENSOR_BYTES_MAX),
+        aliases=fields.string_map("aliases"),
+        state=fields.get("state", bytes),
+        writer=fields.string_map("writer"),
     )
     _check(manifest, many_pieces=PIECES in requires)
     if BOX in requires and not any(part.grid_ids.any() for part in manifest.parts):
@@ -470,13 +470,13 @@ def _part(value: object, *, has_grids: bool) -> Part:
     """Returns a part from its map in the manifest. Raises FormatError (M005, M009, M010, N003)."""
     if not isinstance(value, dict):
         raise broken("M005", "a part that is not a map", file=names.MANIFEST)
-    get = Fields(value, "parts")
-    name = get.string("name")
+    fields = Fields(value, "parts")
+    name = fields.get("name", str)
     names.check_part_name(name, file=names.MANIFEST)
-    name_ids = get.column("names")
-    grid_ids = get.column("grids") if has_grids and "grids" in get.values else np.zeros(len(name_ids), np.int64)
-    columns = (name_ids, get.column("shapes"), get.dtype_ids("dtypes"), grid_ids)
-    part = Part(name, get.integer("layout", 0, NAMES_MAX), *columns)
+    name_ids = fields.column("names")
+    grid_ids = fields.column("grids") if has_grids and "grids" in fields.values else np.zeros(len(name_ids), np.int64)
+    columns = (name_ids, fields.column("shapes"), fields.dtype_ids("dtypes"), grid_ids)
+    part = Part(name, fields.integer("layout", 0, NAMES_MAX), *columns)
     if len({len(column) for column in columns}) > 1:
         raise broken("M010", f"the columns of part {name} differ in length", file=names.MANIFEST)
     if (np.diff(name_ids) <= 0).any():
@@ -484,12 +484,12 @@ def _part(value: object, *, has_grids: bool) -> Part:
     return part
 
 
-def _files(get: Fields, shared: Fields | None, save_id: str) -> Files:
+def _files(fields: Fields, shared: Fields | None, save_id: str) -> Files:
     """Returns the data files. Raises FormatError (M005, M014, N004).
 
     ``shared`` is the field of that name, or None if the checkpoint has no shared files.
     """
-    rank, part, tier, nbytes, data_start, first_block = map(tuple, get.columns(*_FILE_COLUMNS))
+    rank, part, tier, nbytes, data_start, first_block = map(tuple, fields.columns(*_FILE_COLUMNS))
     origin = [""] * len(rank)
     if shared is not None and not shared.values:
         raise broken("M014", f"needs {SHARED_FILES}, and lists no file that is shared", file=names.MANIFEST)
@@ -511,10 +511,10 @@ def _files(get: Fields, shared: Fields | None, save_id: str) -> Files:
     return Files(rank, part, tier, nbytes, data_start, first_block, tuple(origin))
 
 
-def _chunks(get: Fields) -> tuple[Chunk, ...]:
+def _chunks(fields: Fields) -> tuple[Chunk, ...]:
     """Returns the chunks of the index. Raises FormatError (M005)."""
-    columns = get.columns(*_CHUNK_COLUMNS[:-1])
-    digests = [_digest(value) for value in get.array("digest")]
+    columns = fields.columns(*_CHUNK_COLUMNS[:-1])
+    digests = [_digest(value) for value in fields.get("digest", list)]
     if len(digests) != len(columns[0]):
         raise broken("M005", "the columns of 'chunks' differ in length", file=names.MANIFEST)
     return tuple(Chunk(*row) for row in zip(*columns, digests, strict=True))
