@@ -14,9 +14,6 @@ if TYPE_CHECKING:
 
     from zckpt.geometry import Ints
 
-TOO_DEEP = msgpack.StackError
-"""The error that ``unpack`` raises for a value that is nested deeper than msgpack's parser can go. It is one of
-ERRORS."""
 ERRORS = (ValueError, TypeError, msgpack.UnpackException)
 """The errors that ``unpack`` raises for bytes that are not one msgpack value."""
 _RUNS_MAX = 8

@@ -207,7 +207,7 @@ class _Decoder:
             raise
         except packed.TooManyError as error:
             raise broken("T004", f"the tree has more than {CONTAINERS_MAX} arrays and maps", file=self.file) from error
-        except packed.TOO_DEEP as error:
+        except msgpack.StackError as error:
             raise broken("T002", "the tree is nested deeper than the parser goes", file=self.file) from error
         except packed.ERRORS as error:
             raise broken("T001", f"cannot be parsed: {error or type(error).__name__}", file=self.file) from error
