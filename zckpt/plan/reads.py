@@ -59,10 +59,8 @@ class Segments(NamedTuple):
     ``nbytes`` is the size of the segment, ``block`` the number of the digest that covers exactly these bytes (-1 if
     none is checked), and ``copies`` the number of copies that are made of ranges of the segment. ``address`` is the
     memory that takes all of the segment as it is, or -1 if there is no such memory. ``straight``, a column of bool,
-    says whether direct I/O reads the segment straight into that memory, except for its edges.
-
-    The other columns are those of ``StridedCopy``, and have an entry for each copy. ``source`` is a byte of the
-    segment.
+    says whether direct I/O reads the segment straight into that memory, except for its edges. ``copy`` has the copies
+    of all segments, whose ``source`` is a byte of the segment.
     """
 
     nbytes: Ints
@@ -70,17 +68,7 @@ class Segments(NamedTuple):
     address: Ints
     straight: NDArray[np.bool_]
     copies: Ints
-    target: Ints
-    target_offset: Ints
-    target_stride: Ints
-    runs: Ints
-    run_bytes: Ints
-    source: Ints
-    source_stride: Ints
-
-    def copies_of(self, which: slice | Ints | NDArray[np.bool_]) -> Copies:
-        """Returns the copies that ``which`` selects."""
-        return Copies._make(getattr(self, name)[which] for name in Copies._fields)
+    copy: Copies
 
 
 class StridedCopy(NamedTuple):
@@ -114,7 +102,7 @@ class Copies(NamedTuple):
     source: Ints
     source_stride: Ints
 
-    def take(self, which: NDArray[np.bool_]) -> Copies:
+    def take(self, which: slice | Ints | NDArray[np.bool_]) -> Copies:
         """Returns the copies that ``which`` selects."""
         return Copies._make(column[which] for column in self)
 
@@ -165,28 +153,18 @@ def joined_copies(segments: Segments, wanted: NDArray[np.bool_]) -> list[Strided
     """Returns the copies to the targets for which ``wanted`` is true, in the order of the targets. ``source`` is a byte
     of the read. Copies of adjacent bytes to adjacent bytes of one target are joined into one."""
     segment = np.repeat(np.arange(len(segments.nbytes)), segments.copies)
-    source = (np.cumsum(segments.nbytes) - segments.nbytes)[segment] + segments.source
-    order = np.lexsort((source, segments.target))
-    order = order[wanted[segments.target[order]]]
-    if not len(order):
+    starts = (np.cumsum(segments.nbytes) - segments.nbytes)[segment]
+    copies = segments.copy._replace(source=starts + segments.copy.source)
+    order = np.lexsort((copies.source, copies.target))
+    copies = copies.take(order[wanted[copies.target[order]]])
+    target, target_offset, _, runs, run_bytes, source, _ = copies
+    if not len(target):
         return []
-    source, run_bytes, target, target_offset, runs = (
-        column[order] for column in (source, segments.run_bytes, segments.target, segments.target_offset, segments.runs)
-    )
-    begins = np.ones(len(order), bool)
+    begins = np.ones(len(target), bool)
     begins[1:] = (target[1:] != target[:-1]) | (source[1:] != source[:-1] + run_bytes[:-1])
     begins[1:] |= (target_offset[1:] != target_offset[:-1] + run_bytes[:-1]) | (runs[1:] > 1) | (runs[:-1] > 1)
     first = np.flatnonzero(begins)
-    joined = Copies(
-        target[first],
-        target_offset[first],
-        segments.target_stride[order][first],
-        runs[first],
-        np.add.reduceat(run_bytes, first),
-        source[first],
-        segments.source_stride[order][first],
-    )
-    return joined.rows()
+    return copies.take(first)._replace(run_bytes=np.add.reduceat(run_bytes, first)).rows()
 
 
 def plan_reads(
@@ -275,11 +253,19 @@ def plan_reads(
     bounds = [*cuts, len(file)]
     first, last = np.array(bounds[:-1], np.int64), np.array(bounds[1:], np.int64) - 1
     segments = _cut((nbytes, block, address, straight, copies), bounds)
-    segment_copies = _cut(copy_columns, np.append(first_copy, len(order))[bounds].tolist())
+    segment_copies = map(Copies._make, _cut(copy_columns, np.append(first_copy, len(order))[bounds].tolist()))
     columns = (file[first], start_at[first], stop_at[last] - start_at[first], is_urgent[first])
     scalars = (column.tolist() for column in columns)
     return tuple(
-        ReadOp(number, offset, read_bytes, Segments(*of_segments, *of_copies), inner_ranges, edge_ranges, urgent_read)
+        ReadOp(
+            number,
+            offset,
+            read_bytes,
+            Segments._make((*of_segments, of_copies)),
+            inner_ranges,
+            edge_ranges,
+            urgent_read,
+        )
         for number, offset, read_bytes, urgent_read, of_segments, of_copies, inner_ranges, edge_ranges in zip(
             *scalars, segments, segment_copies, inner, edges, strict=True
         )

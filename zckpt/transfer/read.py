@@ -92,7 +92,7 @@ def run_reads(
         run_tasks(checks, budget.threads)
         return
     target, start, run_bytes, runs, stride = (
-        np.concatenate([getattr(op.segments, name) for op in ops])
+        np.concatenate([getattr(op.segments.copy, name) for op in ops])
         for name in ("target", "target_offset", "run_bytes", "runs", "target_stride")
     )
     targets.host.check(target, start, (runs - 1) * stride + run_bytes)
@@ -164,7 +164,7 @@ class _Views:
     def key_at(self, byte: int) -> str:
         """Returns the key of the tensor that has byte ``byte`` of the file."""
         segment = bisect_right(self.starts, byte) - 1
-        return self._key(int(self._segments.target[self.first_copy[segment]]))
+        return self._key(int(self._segments.copy.target[self.first_copy[segment]]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +224,7 @@ class _Reads:
     def _finish(self, op: ReadOp) -> None:
         """Notes that the bytes of ``op`` are on their way to their targets. The last urgent read also tells the caller
         that all bytes of urgent reads are in their targets."""
-        self.advance(int((op.segments.run_bytes * op.segments.runs).sum()))
+        self.advance(int((op.segments.copy.run_bytes * op.segments.copy.runs).sum()))
         if op.is_urgent:
             self.urgent_left.count()
 
@@ -263,7 +263,7 @@ def _read_to_device(reader: Reader, op: ReadOp, file: ReadFile, targets: Targets
     """Reads ``op`` straight into device memory. This is possible if all of its bytes go to devices unconverted, in
     ranges of at least ``DIRECT_BYTES_MIN`` bytes on average, and if the store offers such reads. Returns False if
     nothing was read."""
-    if reader.direct is None or (op.segments.copies > 1).any() or (op.segments.runs > 1).any():
+    if reader.direct is None or (op.segments.copies > 1).any() or (op.segments.copy.runs > 1).any():
         return False
     copies = joined_copies(op.segments, targets.device >= 0)
     if sum(copy.run_bytes for copy in copies) < op.nbytes or op.nbytes < DIRECT_BYTES_MIN * len(copies):
@@ -378,8 +378,8 @@ def _copy_staged(segments: Segments, views: _Views, portion: slice, targets: Tar
     number of bytes copied."""
     segment = np.repeat(np.arange(portion.start, portion.stop), segments.copies[portion])
     copy = np.arange(views.first_copy[portion.start], views.first_copy[portion.stop])
-    which = (views.address[segment] < 0) & (targets.device[segments.target[copy]] < 0)
-    copies = segments.copies_of(copy[which])
+    which = (views.address[segment] < 0) & (targets.device[segments.copy.target[copy]] < 0)
+    copies = segments.copy.take(copy[which])
     staged = copies._replace(source=copies.source + views.place[segment[which]])
     with torch.inference_mode(targets.inference):
         targets.put(staged, views.room)
