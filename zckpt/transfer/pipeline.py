@@ -96,20 +96,17 @@ class Pipeline(Generic[Item]):
         self._free_halves = 2 * self._staging.buffers_within(budget, snapshot_bytes)
         self._puts_max, self._sources_first = max(budget.threads - 1, 2), snapshot_bytes > 0
         threads = min(budget.threads, items)
-        work = [partial(self._work, self._next)] * threads + [partial(self._work, self._next_digest)]
-        tasks = [*(partial(self._call, function) for function in beside), *work]
+        steps = [self._next] * threads + [self._next_digest]
+        work: list[Callable[[], object]] = [partial(self._work, next_step) for next_step in steps]
+        tasks = [partial(self._call, function) for function in (*beside, *work)]
         run_tasks(tasks, len(work) + min(len(beside), budget.threads), self._interrupt)
 
     def _work(self, next_step: Callable[[], Callable[[], None] | None]) -> None:
-        """Does steps until ``next_step`` returns None. If a step fails, all other threads end too."""
-        try:
-            while (step := next_step()) is not None:
-                self._snapshot.check()
-                step()
-                sign_of_life()
-        except BaseException:
-            self._stop()
-            raise
+        """Does steps until ``next_step`` returns None."""
+        while (step := next_step()) is not None:
+            self._snapshot.check()
+            step()
+            sign_of_life()
 
     def _call(self, function: Callable[[], object]) -> None:
         """Calls a function. If it fails, all threads end."""
