@@ -62,7 +62,7 @@ def places_of(reader: Reader, targets: Targets, files: Mapping[int, ReadFile]) -
     alignment applies to all of them."""
     direct, file = reader.direct, next(iter(files.values()), None)
     alignment = (PAGE_BYTES, PAGE_BYTES) if direct is None or file is None else direct.alignment(file.path)
-    return TargetPlaces(targets.host.address, *alignment)
+    return TargetPlaces(targets.address, *alignment)
 
 
 def run_reads(
@@ -95,7 +95,7 @@ def run_reads(
         np.concatenate([getattr(op.segments.copy, name) for op in ops])
         for name in ("target", "target_offset", "run_bytes", "runs", "target_stride")
     )
-    targets.host.check(target, start, (runs - 1) * stride + run_bytes)
+    targets.check(target, start, (runs - 1) * stride + run_bytes)
     synchronize(targets.devices)
 
     def finish_urgent() -> None:
@@ -144,7 +144,6 @@ class _Views:
         """The byte of the staging buffer at which each segment would begin. In the staging buffer, bytes have the same
         place in a page as in the file."""
         self.has_staged = bool((self.address < 0).any())
-        self.is_verified = op.is_verified
         self.blocks = segments.block.tolist()
         """The number of the digest of each segment, among the digests of the file."""
         self.first_copy = list(itertools.accumulate(segments.copies.tolist(), initial=0))
@@ -190,14 +189,14 @@ class _Reads:
         """Reads the bytes of ``op``, and returns ``op`` for ``check``. If the read goes through the store's caches,
         calls ``check`` at once, while the bytes are in the processor's cache, and returns None. Also returns None after
         a read straight into device memory."""
-        file = self.files[op.file]
-        if _direct(self.reader, op.nbytes, self.direct) is None:
+        file, direct = self.files[op.file], _direct(self.reader, op.nbytes, self.direct)
+        if direct is None:
             self.check(op, stage, through_cache=True)
             return None
-        if not op.is_verified and _read_to_device(self.reader, op, file, self.targets):
+        if not op.is_verified and _read_to_device(direct, op, file, self.targets):
             self._finish(op)
             return None
-        filled = _read_direct(self.reader, op, file, stage)
+        filled = _read_direct(direct, op, file, stage)
         if filled < op.nbytes:
             views = _Views(op, stage, self.targets.key, through_cache=False)
             _fill(self.reader, file, op.offset, op.offset + op.nbytes, views.memory, views.key_at, filled)
@@ -208,7 +207,7 @@ class _Reads:
         host memory. Queues the copies to devices. With ``through_cache``, also reads the bytes through the store's
         caches."""
         views = _Views(op, stage, self.targets.key, through_cache)
-        portions = list(views.portions(PORTION_BYTES if views.is_verified else op.nbytes))
+        portions = list(views.portions(PORTION_BYTES if op.is_verified else op.nbytes))
         # The traceback of an error keeps the functions that it has passed. A function that is defined here would refer
         # to the buffer even after ``StagingPool.work`` has cleared the traceback's variables.
         check = partial(self._check_portion, op, views, portions)
@@ -233,7 +232,7 @@ class _Reads:
         memory."""
         portion = portions[number]
         blocks, in_portion = views.blocks[portion], views.memory[portion]
-        if views.is_verified and not _are_sound(self.files[op.file], blocks, in_portion):
+        if op.is_verified and not _are_sound(self.files[op.file], blocks, in_portion):
             for view, block, start in zip(in_portion, blocks, views.starts[portion], strict=True):
                 if block >= 0:  # A gap has no digest.
                     check_block(view, block, self.files[op.file], start, views.key_at(start))
@@ -259,11 +258,10 @@ def _read_through_cache(
             use(number)
 
 
-def _read_to_device(reader: Reader, op: ReadOp, file: ReadFile, targets: Targets) -> bool:
+def _read_to_device(reader: DirectReads, op: ReadOp, file: ReadFile, targets: Targets) -> bool:
     """Reads ``op`` straight into device memory. This is possible if all of its bytes go to devices unconverted, in
-    ranges of at least ``DIRECT_BYTES_MIN`` bytes on average, and if the store offers such reads. Returns False if
-    nothing was read."""
-    if reader.direct is None or (op.segments.copies > 1).any() or (op.segments.copy.runs > 1).any():
+    ranges of at least ``DIRECT_BYTES_MIN`` bytes on average. Returns False if nothing was read."""
+    if (op.segments.copies > 1).any() or (op.segments.copy.runs > 1).any():
         return False
     copies = joined_copies(op.segments, targets.device >= 0)
     if sum(copy.run_bytes for copy in copies) < op.nbytes or op.nbytes < DIRECT_BYTES_MIN * len(copies):
@@ -276,7 +274,7 @@ def _read_to_device(reader: Reader, op: ReadOp, file: ReadFile, targets: Targets
         views.append(view)
     for number, (view, copy) in enumerate(zip(views, copies, strict=True)):
         start = op.offset + copy.source
-        nbytes = reader.direct.read_to_device(file.path, view, start)
+        nbytes = reader.read_to_device(file.path, view, start)
         if nbytes < view.nbytes:
             if nbytes == 0 and number == 0:
                 return False
@@ -340,12 +338,10 @@ def _fill(
         raise _too_short(file, position, key_at(position), start, stop)
 
 
-def _read_direct(reader: Reader, op: ReadOp, file: ReadFile, stage: StagingBuffer) -> int:
+def _read_direct(reader: DirectReads, op: ReadOp, file: ReadFile, stage: StagingBuffer) -> int:
     """Reads ``op`` by direct I/O: the segments that are ``straight`` into their target, and all other bytes into the
     staging buffer. Returns how many bytes of ``op`` have been read: fewer than all of them if the file ends before, and
     0 if direct I/O is not possible."""
-    if reader.direct is None:
-        return 0
     base, stop = op.offset - op.offset % PAGE_BYTES, -(-(op.offset + op.nbytes) // PAGE_BYTES) * PAGE_BYTES
     straight, room = op.is_straight, stage.bytes
     # The bytes in the buffer lie there as in the file. But a straight read may be larger than the buffer: only its
@@ -357,7 +353,7 @@ def _read_direct(reader: Reader, op: ReadOp, file: ReadFile, stage: StagingBuffe
         place += start - position + (0 if straight else nbytes)
         position = start + nbytes
     views.append(room[place : place + stop - position])
-    read_bytes = reader.direct.read_direct(file.path, [view for view in views if len(view)], base)
+    read_bytes = reader.read_direct(file.path, [view for view in views if len(view)], base)
     for start, nbytes, address in _rows(op.edges):
         place = start - base - (int(op.inner.nbytes[op.inner.start < start].sum()) if straight else 0)
         copy_to(address, room[place : place + nbytes])
