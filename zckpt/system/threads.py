@@ -1,5 +1,4 @@
-"""Threads whose end is waited for: even if the wait is interrupted, or before the process ends. Also a count of what
-several threads have done."""
+"""Threads whose end is waited for: even if the wait is interrupted, or before the process ends."""
 
 from __future__ import annotations
 
@@ -92,22 +91,6 @@ class Worker:
                 del self._function  # so that nothing that it refers to outlives the wait for its end
                 self._ended = True
                 self._running.release()
-
-
-class Countdown:
-    """Counts calls of ``count``, which may come from several threads. Call number ``calls`` also calls ``action``."""
-
-    def __init__(self, calls: int, action: Callable[[], None]) -> None:
-        self._left = calls
-        self._action = action
-        self._lock = threading.Lock()
-
-    def count(self) -> None:
-        with self._lock:
-            self._left -= 1
-            is_last = not self._left
-        if is_last:
-            self._action()
 
 
 class Watcher:

@@ -30,7 +30,6 @@ from zckpt.format.rules import broken
 from zckpt.plan.reads import TargetPlaces, joined_copies
 from zckpt.storage.buffers import PAGE_BYTES, after
 from zckpt.system.linux import processors
-from zckpt.system.threads import Countdown
 from zckpt.transfer.devices import synchronize
 from zckpt.transfer.host_memory import copy_to, memories, memory
 from zckpt.transfer.pipeline import Pipeline
@@ -98,11 +97,14 @@ def run_reads(
     targets.check(target, start, (runs - 1) * stride + run_bytes)
     synchronize(targets.devices)
 
-    def finish_urgent() -> None:
-        staging.wait()
-        after_urgent()
+    finished = itertools.count(1)
 
-    reads = _Reads(reader, files, targets, budget.direct, advance, Countdown(urgent, finish_urgent))
+    def finish_urgent() -> None:
+        if next(finished) == urgent:  # Only one thread at a time counts, and gets the last number.
+            staging.wait()
+            after_urgent()
+
+    reads = _Reads(reader, files, targets, budget.direct, advance, finish_urgent)
     direct = reader.direct if budget.direct else None
     cached: list[ReadOp] = []
     others: list[ReadOp] = []
@@ -176,8 +178,8 @@ class _Reads:
     targets: Targets
     direct: bool
     advance: Callable[[int], None]
-    urgent_left: Countdown
-    """Counts the urgent reads that are done, and tells the caller after the last one."""
+    finish_urgent: Callable[[], None]
+    """Is called after each urgent read, and tells the caller after the last one."""
 
     def read_cached(self, op: ReadOp, staging: StagingPool) -> None:
         """Reads the bytes of ``op`` through the store's caches, compares their digests, and moves them to their
@@ -225,7 +227,7 @@ class _Reads:
         that all bytes of urgent reads are in their targets."""
         self.advance(int((op.segments.copy.run_bytes * op.segments.copy.runs).sum()))
         if op.is_urgent:
-            self.urgent_left.count()
+            self.finish_urgent()
 
     def _check_portion(self, op: ReadOp, views: _Views, portions: Sequence[slice], number: int) -> None:
         """Compares the digests of a portion, and copies its bytes from the staging buffer to their targets in host
