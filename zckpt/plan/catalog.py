@@ -296,7 +296,7 @@ def _rows(part: str, columns: Sequence[Ints], numbered: _Numbered) -> Rows:
     differs = np.flatnonzero(kind != np.repeat(row_kind, count))
     if len(differs):
         pair = (differs[0], first[np.searchsorted(first, differs[0], "right") - 1])
-        label, (one, other) = _label(numbered, name[differs[0]]), (kinds[kind[at]] for at in pair)
+        label, (one, other) = [*numbered.names][name[differs[0]]], (kinds[kind[at]] for at in pair)
         this_rank, other_rank = (int(rank[at]) for at in pair)
         raise RankError(
             f"{part}/{label} is {_described(*one)} on rank {this_rank}, {_described(*other)} on rank {other_rank}",
@@ -307,14 +307,9 @@ def _rows(part: str, columns: Sequence[Ints], numbered: _Numbered) -> Rows:
     numel = np.array([math.prod(shape) for shape, _, _ in kinds], np.int64)[row_kind]
     wrong = _wrong_starts(rows, name, copy, start, numel)
     if wrong.any():
-        label = _label(numbered, name[np.argmax(wrong)])
+        label = [*numbered.names][name[np.argmax(wrong)]]
         raise broken("I005", "the pieces of all ranks leave a gap or overlap", key=f"{part}/{label}")
     return rows
-
-
-def _label(numbered: _Numbered, number: int) -> str:
-    """Returns the name with a number, for an error."""
-    return [*numbered.names][number]
 
 
 def _described(shape: tuple[int, ...], dtype: str, sections: Sections) -> str:
@@ -361,7 +356,10 @@ def catalog(rank_records: Sequence[RankRecord], save_id: str, metadata: SaveMeta
     _check_pieces(rank_records)
     # A function of its own, so that what it takes beside its result is free before the check.
     raw, index = _encoded(rank_records, save_id, metadata)
-    _check(raw, index)
+    # Both are read back before they are committed, while the state that they describe still exists.
+    manifest = manifest_format.decode(raw)
+    for chunk in manifest.chunks:
+        index_format.decode(index[chunk.offset : chunk.offset + chunk.nbytes], chunk, manifest)
     return raw, index
 
 
@@ -458,11 +456,3 @@ def _check_pieces(rank_records: Sequence[RankRecord]) -> None:
             rule="M013",
             hint="leave parts out with `exclude`, and write them as a checkpoint of their own with `parts`",
         )
-
-
-def _check(raw: bytes, index: bytes) -> None:
-    """Reads back the manifest and the index that are about to be committed, while the state that they describe still
-    exists."""
-    manifest = manifest_format.decode(raw)
-    for chunk in manifest.chunks:
-        index_format.decode(index[chunk.offset : chunk.offset + chunk.nbytes], chunk, manifest)
