@@ -249,18 +249,14 @@ class LocalStore(Store):
         try:
             # link(2) is the only call that network file systems either do once or do not do at all.
             os.link(same, self._full(path))
+            return True
         except FileExistsError:
             # The file may be the one of this very call: if the server's answer is lost, the client asks again.
             return os.stat(same).st_nlink == 2
         except OSError as error:
             if error.errno not in _NO_LINKS:
                 raise from_os_error(error, "link", self._full(path)) from error
-            return self._create(path, data)
-        return True
-
-    def _create(self, path: str, data: bytes) -> bool:
-        """Does the same as ``_put_where_none_is`` on a file system without links. Other processes may see the file
-        before it has its content."""
+        # On a file system without links, other processes may see the file before it has its content.
         try:
             self.put_new(path, data)
         except StorageError as error:
