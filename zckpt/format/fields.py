@@ -1,4 +1,4 @@
-"""Typed access to the fields of the manifest's body. A field that is missing or of another type breaks M005."""
+"""Typed access to the fields of the manifest's body."""
 
 from __future__ import annotations
 
@@ -51,10 +51,8 @@ def _dtype_ids(raw: memoryview) -> NDArray[np.uint8] | None:
 
 
 class Fields:
-    """Typed access to the fields of one map.
-
-    Each method returns the field of a name. It raises FormatError (M005) if the field is missing or of another type.
-    """
+    """The fields of one map. Each method returns the field of a name, and raises FormatError (M005) if it is missing or
+    of another type."""
 
     def __init__(self, values: Mapping[Any, Any], where: str) -> None:
         """``where`` names the map in errors."""

@@ -62,8 +62,7 @@ _MAGIC = "zckpt"
 SOUGHT_MAX = 4
 """How many names ``Manifest.name_id`` looks for among all names. This takes up to a third of the time that it takes to
 make a dict of all names."""
-_VERSION_BYTES_MAX = 5 + 2 * 9
-"""The most bytes of an array of two integers, in msgpack's longest form."""
+_VERSION_BYTES_MAX = 5 + 2 * 9  # the bytes of an array of two integers in msgpack's longest form
 _BIN = {0xC4: (2, 0), 0xC5: (3, 1 << 8), 0xC6: (5, 1 << 16)}
 """The first bytes that a binary may have in msgpack. For each of them, the number of bytes before the content of the
 binary, and the shortest content that needs it."""
@@ -83,9 +82,9 @@ class Part:
     layout_id: int
     """The id of the layout in the index that says where the pieces of these tensors are."""
     name_ids: Ints
-    """For each tensor, the position of its name in ``Manifest.names``."""
+    """Positions in ``Manifest.names``."""
     shape_ids: Ints
-    """For each tensor, the position of its shape in ``Manifest.shapes``."""
+    """Positions in ``Manifest.shapes``."""
     dtype_ids: NDArray[np.uint8]
     """For each tensor, the position of its dtype in ``DTYPES``."""
     grid_ids: Ints
@@ -268,10 +267,7 @@ class Manifest:
 
     def file_numbers(self, rank: Ints, part_id: int, tier: Ints) -> Ints:
         """Returns the numbers of the data files of some pieces of a part, and -1 for each piece that no data file is
-        listed for.
-
-        ``rank`` and ``tier`` have one item for each piece.
-        """
+        listed for. ``rank`` and ``tier`` have one item for each piece."""
         if not self.files:
             return np.full_like(rank, -1)
         place = (rank * len(self.parts) + part_id) * len(Tier) + tier
@@ -485,10 +481,8 @@ def _part(value: object, *, has_grids: bool) -> Part:
 
 
 def _files(fields: Fields, shared: Fields | None, save_id: str) -> Files:
-    """Returns the data files. Raises FormatError (M005, M014, N004).
-
-    ``shared`` is the field of that name, or None if the checkpoint has no shared files.
-    """
+    """Returns the data files. ``shared`` is the field of that name, or None if the checkpoint has no shared files.
+    Raises FormatError (M005, M014, N004)."""
     rank, part, tier, nbytes, data_start, first_block = map(tuple, fields.columns(*_FILE_COLUMNS))
     origin = [""] * len(rank)
     if shared is not None and not shared.values:

@@ -52,11 +52,8 @@ def _next(reader: Any, raw: memoryview) -> memoryview:
 
 
 def items(raw: memoryview) -> Iterator[memoryview]:
-    """Yields the items of a packed array, each of them still packed.
-
-    It looks at the bytes behind an item only when the next item is asked for. It raises ERRORS for bytes that are not
-    one msgpack array, also if more bytes follow the array.
-    """
+    """Yields the items of a packed array, each of them still packed. It looks at the bytes behind an item only when the
+    next one is asked for. Raises ERRORS for bytes that are not one msgpack array, also if more bytes follow it."""
     reader = _reader(raw)
     for _ in range(reader.read_array_header()):
         yield _next(reader, raw)
@@ -122,13 +119,13 @@ class TooManyError(Exception):
 
 
 class Containers:
-    """The number of arrays and maps that may still be unpacked."""
+    """The number of arrays and maps that may still be unpacked. ``take`` counts one, and raises TooManyError if it is
+    one too many."""
 
     def __init__(self, remaining: int) -> None:
         self.remaining = remaining
 
     def take(self) -> None:
-        """Counts one more array or map. Raises TooManyError if it is not allowed any more."""
         self.remaining -= 1
         if self.remaining < 0:
             raise TooManyError

@@ -1,20 +1,11 @@
-"""The rules of the format. Each has an id, a clause of ``spec/format.md`` and a class of error.
-
-Every check that finds a rule broken, in the reader and in the validator, raises what ``broken`` returns.
-"""
+"""The rules of the format. Every check that finds a rule broken, in the reader and in the validator, raises what
+``broken`` returns."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zckpt.errors import (
-    DigestError,
-    FeatureError,
-    FormatError,
-    MissingFileError,
-    SizeError,
-    VersionError,
-)
+from zckpt.errors import DigestError, FeatureError, FormatError, MissingFileError, SizeError, VersionError
 
 
 @dataclass(frozen=True, slots=True)

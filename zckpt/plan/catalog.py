@@ -148,12 +148,8 @@ def _packed(column: Ints) -> tuple[str, bytes]:
 
 
 def unpack(raws: Iterable[bytes]) -> list[RankRecord]:
-    """Returns the records that ``pack`` has packed, in the order of their ranks.
-
-    Equal things become one object, because a thousand ranks may each have pieces of a thousand tensors: the names of
-    tensors that several ranks have pieces of, their kinds, lists of tensors, which are mostly the same on many ranks,
-    and columns, such as the offsets of equal shares.
-    """
+    """Returns the records that ``pack`` has packed, in the order of their ranks. Equal names, kinds, lists of tensors
+    and columns become one object, because a thousand ranks may each have pieces of the same thousand tensors."""
     names: dict[str, str] = {}
     known_kinds: dict[bytes, Kind] = {}
     lists: dict[bytes, Tensors] = {}
@@ -284,12 +280,9 @@ def _pieces_of_chunk(placed: Sequence[tuple[_FilePieces, Ints | None, Sequence[i
 
 
 def _rows(part: str, columns: Sequence[Ints], numbered: _Numbered) -> Rows:
-    """Returns the rows of one chunk of a part.
-
-    ``columns`` are int64 arrays with an entry for each piece of the chunk: name, kind, start, numel, copy, offset,
-    block, rank, tier. The pieces are in the order of their names, copies and starts. Raises RankError if ranks disagree
-    about a tensor, and FormatError (I005) if the pieces of all ranks do not make up whole tensors.
-    """
+    """Returns the rows of one chunk of a part. ``columns`` are int64 arrays with an entry for each piece, in the order
+    of their names, copies and starts. Raises RankError if ranks disagree about a tensor, and FormatError (I005) if the
+    pieces of all ranks do not make up whole tensors."""
     name, kind, start, length, copy, offset, block, rank, tier = columns
     row_name, first, count = np.unique(name, return_index=True, return_counts=True)
     row_kind, kinds = kind[first], [*numbered.kinds]
@@ -347,12 +340,9 @@ class SaveMetadata:
 
 def catalog(rank_records: Sequence[RankRecord], save_id: str, metadata: SaveMetadata) -> tuple[bytes, bytes]:
     """Returns ``(manifest, index)``, the bytes of both files. They are checked by the rules that a reader checks.
-    ``rank_records`` has one record for each rank.
-
-    An alias whose tensor no part holds is left out. Raises RankError if ranks disagree about a tensor, UnsupportedError
-    if there are more pieces than a checkpoint can have, FormatError if the pieces of all ranks do not make up whole
-    tensors, or for anything else that a reader would refuse.
-    """
+    ``rank_records`` has one record for each rank. An alias whose tensor no part holds is left out. Raises RankError if
+    ranks disagree about a tensor, UnsupportedError if there are more pieces than a checkpoint can have, and FormatError
+    for anything that a reader would refuse, such as pieces that do not make up whole tensors."""
     _check_pieces(rank_records)
     # A function of its own, so that what it takes beside its result is free before the check.
     raw, index = _encoded(rank_records, save_id, metadata)

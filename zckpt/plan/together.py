@@ -66,7 +66,6 @@ def common_files(
     records: Sequence[RankRecord], save_id: str, world_size: int, *, block_bytes: int
 ) -> tuple[CommonFile, ...]:
     """Returns the files that the ranks of a group write together. ``records``: what each of them would write alone.
-
     These are the files of which several ranks have one of the same part and tier, except where the rank of a piece has
     a meaning: for buffers, and for tensors with several copies. Raises UnsupportedError if there is more than the
     format can hold."""
