@@ -38,13 +38,10 @@ so many bytes."""
 
 @dataclass(frozen=True, slots=True)
 class TargetPlaces:
-    """Where the targets of a load are in the memory of the host.
-
-    ``address`` is an int64 column with the address of the first byte of each target. It is -1 for a target that cannot
-    take stored bytes as they are, because it is on a device or has another dtype. Direct I/O needs memory whose address
-    is a multiple of ``memory_bytes``, and ranges of a file that begin and end at multiples of ``offset_bytes``. Both
-    are powers of two.
-    """
+    """Where the targets of a load are in the memory of the host. ``address`` is an int64 column with the address of the
+    first byte of each target, or -1 for a target that cannot take stored bytes as they are, because it is on a device
+    or has another dtype. Direct I/O needs memory whose address is a multiple of ``memory_bytes``, and ranges of a file
+    that begin and end at multiples of ``offset_bytes``. Both are powers of two."""
 
     address: Ints
     memory_bytes: int
@@ -313,10 +310,8 @@ def _straight(
     cuts: Sequence[int], start: Ints, stop: Ints, address: Ints, places: TargetPlaces
 ) -> tuple[NDArray[np.bool_], list[Ranges], list[Ranges]]:
     """Returns which segments are read straight into their memory, and the ranges ``inner`` and ``edges`` of each read.
-
-    ``cuts`` has the first segment of each read. ``start`` and ``stop`` are the bytes of the files at which the segments
-    begin and end.
-    """
+    ``cuts``: the first segment of each read. ``start``, ``stop``: the bytes of the files at which segments begin and
+    end."""
     shift = address - start
     begins = np.zeros(len(start), bool)  # where a run of segments begins that are adjacent in memory and in the file
     begins[np.array(cuts, np.int64)] = True

@@ -99,9 +99,8 @@ def _common_file(
     numbers: Mapping[int, Ints],
     block_bytes: int,
 ) -> CommonFile | None:
-    """Returns the file that is made of the files of several ranks. ``tensors`` has all tensors of these ranks, and
-    ``numbers`` the position there of each tensor of each rank's record. Returns None if the file would have two entries
-    of one name."""
+    """Returns the file that is made of the files of several ranks, or None if it would have two entries of one name.
+    ``tensors``: all tensors of these ranks. ``numbers``: the position there of each tensor of each rank's record."""
     item_bytes = np.array([ITEM_BYTES[dtype] for _, (_, dtype, _) in tensors], np.int64)
     numel = [math.prod(shape) for _, (shape, *_) in tensors]
     entries: list[EntryFields] = []

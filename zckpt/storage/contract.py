@@ -1,10 +1,9 @@
 """The contract of stores. zckpt reads and changes the place where checkpoints are stored only by these methods.
 
 The contract is that of an object store, such as S3: files are put as a whole, under conditions, and are listed by the
-beginning of their paths. A new store is a class that derives from ``Store`` and has its abstract methods, one line in
-the table of ``zckpt.storage.schemes``, and a test class that derives from ``zckpt.testing.StoreContract``. This file
-alone defines what the methods have to do. A package outside of zckpt adds its store by an entry point of the group
-``zckpt.stores``, whose name is the scheme, or by ``zckpt.storage.schemes.SCHEMES["my"] = MyStore`` in each process.
+beginning of their paths. This file alone defines what the methods have to do. ``docs/architecture.md`` has the other
+steps to a new store. A package outside of zckpt adds its store by an entry point of the group ``zckpt.stores``, whose
+name is the scheme, or by ``zckpt.storage.schemes.SCHEMES["my"] = MyStore`` in each process.
 
 - Several processes on several hosts use a store at the same time, and several threads use one object. As soon as a
   method has returned, all of them see what it has done.
@@ -60,8 +59,7 @@ class IOCount:
     one for each portion. If a request returns fewer bytes than it asked for, the request for the rest counts as another
     one."""
     metadata_bytes: int = 0
-    """The number of bytes that ``Reader.read`` has returned: bytes of the manifest, the index, digest tables and
-    headers."""
+    """The number of bytes of ``Reader.read``: of the manifest, the index, digest tables and headers."""
     data_bytes: int = 0
     """The number of bytes that all other reads have returned: bytes of tensors."""
     copied_bytes: int = 0
@@ -140,9 +138,8 @@ class DirectReads(Protocol):
 
     def read_direct(self, path: str, views: Sequence[Bytes | memoryview], offset: int) -> int:
         """Fills ``views`` one after the other from byte ``offset`` on, past all caches. Returns the number of bytes
-        read: fewer than asked for if the file ends before, and 0 if the file cannot be read in this way. The caller
-        makes sure that ``offset`` and all addresses and lengths are multiples of the numbers that ``alignment``
-        returns."""
+        read: fewer than asked for if the file ends before, and 0 if the file cannot be read in this way. ``offset`` and
+        all addresses and lengths are multiples of the numbers that ``alignment`` returns."""
 
     def read_to_device(self, path: str, target: torch.Tensor, offset: int) -> int:
         """Fills ``target`` from byte ``offset`` on, without a copy in host memory. ``target`` is a 1-D uint8 tensor in
