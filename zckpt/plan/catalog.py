@@ -77,8 +77,7 @@ class PieceColumns:
         return len(self.tensor)
 
 
-@dataclass(frozen=True, slots=True)
-class FileRecord:
+class FileRecord(NamedTuple):
     """The sizes of a data file in bytes, the number of its first digest in the rank's digest table, and its pieces."""
 
     part: str
@@ -133,10 +132,9 @@ def pack(value: RankRecord) -> bytes:
         [_packed(getattr(columns, name)) for name in PieceColumns.__dataclass_fields__]
         for columns in value.piece_columns
     ]
-    files = [[f.part, f.tier, f.nbytes, f.data_start, f.first_block, f.columns_id, f.origin] for f in value.files]
     names, kind, kinds = value.tensors
     tensors = msgpack.packb([names, kind, [*map(msgpack.packb, kinds)]])
-    raw = msgpack.packb([value.rank, value.digest, tensors, piece_columns, files])
+    raw = msgpack.packb([value.rank, value.digest, tensors, piece_columns, value.files])
     return zstandard.ZstdCompressor(level=1).compress(raw)
 
 
