@@ -147,6 +147,20 @@ class DirectReads(Protocol):
         before, and 0 if the file cannot be read in this way."""
 
 
+def read_portions(
+    reader: Reader, path: str, portions: Sequence[Sequence[Bytes | memoryview]], offset: int, use: Callable[[int], None]
+) -> int:
+    """Does what ``DirectReads.read_portions`` does. If the reader has none, calls ``use`` when all are full."""
+    if reader.direct is not None:
+        return reader.direct.read_portions(path, portions, offset, use)
+    views = [view for of_portion in portions for view in of_portion]
+    nbytes = reader.read_into(path, views, offset)
+    if nbytes == sum(map(len, views)):
+        for number in range(len(portions)):
+            use(number)
+    return nbytes
+
+
 class Writer(Protocol):
     """Writes one new file.
 

@@ -29,6 +29,7 @@ from zckpt.format.digest import DIGEST_BYTES, check_block, digest
 from zckpt.format.rules import broken
 from zckpt.plan.reads import TargetPlaces, joined_copies
 from zckpt.storage.buffers import PAGE_BYTES, after
+from zckpt.storage.contract import read_portions
 from zckpt.system.linux import processors
 from zckpt.transfer.devices import synchronize
 from zckpt.transfer.host_memory import copy_to, memories, memory
@@ -214,7 +215,11 @@ class _Reads:
         # to the buffer even after ``StagingPool.work`` has cleared the traceback's variables.
         check = partial(self._check_portion, op, views, portions)
         if through_cache:
-            _read_through_cache(self.reader, self.files[op.file], views, portions, check)
+            file, start, stop = self.files[op.file], views.starts[0], views.starts[-1]
+            rooms = [views.memory[portion] for portion in portions]
+            position = start + read_portions(self.reader, file.path, rooms, start, check)
+            if position < stop:
+                raise _too_short(file, position, views.key_at(position), start, stop)
         else:
             self.reader.count.add(copied_bytes=int(op.edges.nbytes.sum()))
             for number in range(len(portions)):
@@ -240,24 +245,6 @@ class _Reads:
                     check_block(view, block, self.files[op.file], start, views.key_at(start))
         if views.has_staged:
             self.reader.count.add(copied_bytes=_copy_staged(op.segments, views, portion, self.targets))
-
-
-def _read_through_cache(
-    reader: Reader, file: ReadFile, views: _Views, portions: Sequence[slice], use: Callable[[int], None]
-) -> None:
-    """Reads all segments of a read through the store's caches, and calls ``use`` with the number of each portion when
-    its bytes are there. If the store has ``direct``, this is before the next portion is read, and otherwise when all
-    portions have been read."""
-    start, stop = views.starts[0], views.starts[-1]
-    if reader.direct is not None:
-        memories = [views.memory[portion] for portion in portions]
-        position = start + reader.direct.read_portions(file.path, memories, start, use)
-        if position < stop:
-            raise _too_short(file, position, views.key_at(position), start, stop)
-    else:
-        _fill(reader, file, start, stop, views.memory, views.key_at)
-        for number in range(len(portions)):
-            use(number)
 
 
 def _read_to_device(reader: DirectReads, op: ReadOp, file: ReadFile, targets: Targets) -> bool:
