@@ -119,8 +119,7 @@ class TooManyError(Exception):
 
 
 class Containers:
-    """The number of arrays and maps that may still be unpacked. ``take`` counts one, and raises TooManyError if it is
-    one too many."""
+    """The number of arrays and maps that may still be unpacked. ``take`` counts one, or raises TooManyError."""
 
     def __init__(self, remaining: int) -> None:
         self.remaining = remaining

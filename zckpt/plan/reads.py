@@ -1,7 +1,6 @@
 """Plans reads from ranges of pieces. Blocks are read whole if their digests are checked, adjacent bytes are read
 together, each byte is read once, and long ranges go straight to their target. Where another request would cost more,
-the bytes between two ranges are read too. Equally spaced ranges are read as one range, and copied from there with one
-stride."""
+the bytes between two ranges are read too. Equally spaced ranges are read as one, and copied with one stride."""
 
 from __future__ import annotations
 
@@ -32,8 +31,7 @@ STRAIGHT_BYTES_MAX = 16 << 20
 write needs no buffer. The larger it is, the less of the processor's time it takes for each byte. But if it were larger
 than this, some threads might end long before others."""
 SPACED_GAP_BYTES = 64 << 10
-"""The most bytes between two equally spaced ranges that are read together. A further request takes longer than reading
-so many bytes."""
+"""The most bytes between two equally spaced ranges that are read together. Another request would take longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,8 +308,7 @@ def _straight(
     cuts: Sequence[int], start: Ints, stop: Ints, address: Ints, places: TargetPlaces
 ) -> tuple[NDArray[np.bool_], list[Ranges], list[Ranges]]:
     """Returns which segments are read straight into their memory, and the ranges ``inner`` and ``edges`` of each read.
-    ``cuts``: the first segment of each read. ``start``, ``stop``: the bytes of the files at which segments begin and
-    end."""
+    ``cuts``: the first segment of each read. ``start``, ``stop``: where segments begin and end in the files."""
     shift = address - start
     begins = np.zeros(len(start), bool)  # where a run of segments begins that are adjacent in memory and in the file
     begins[np.array(cuts, np.int64)] = True

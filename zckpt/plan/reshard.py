@@ -142,8 +142,7 @@ class PieceRanges:
 
 def choose_copies(row: Ints, copy: Ints, holder: Ints, rank: int | None) -> Ints:
     """Chooses the copy of each row that is read: the first copy that ``rank`` alone holds if there is one, otherwise
-    copy 0. The columns have an entry for each piece: its row, in ascending order, its copy, and the rank that holds
-    it."""
+    copy 0. The columns have for each piece its row, in ascending order, its copy, and the rank that holds it."""
     none = len(copy)
     chosen = np.full(int(row.max(initial=-1)) + 1, none)
     if rank is not None and len(row):

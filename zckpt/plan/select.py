@@ -22,8 +22,7 @@ COMPARED_MAX = 10_000
 
 def several(names: _Names) -> _Names | tuple[str]:
     """Returns the names that a caller has given as a collection. A single string is one name, and not a collection of
-    letters. Raises TypeError for a value that is neither None nor a collection, and for one of other things than
-    names."""
+    letters. Raises TypeError for a value that is neither None nor a collection of names."""
     if isinstance(names, str):
         return (names,)
     if names is not None and not isinstance(names, Iterable):

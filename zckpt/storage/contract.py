@@ -112,8 +112,7 @@ class Reader(Protocol):
 
     @property
     def direct(self) -> DirectReads | None:
-        """The faster reads that this reader offers besides ``read_into``, or None if it offers none, as in most
-        stores."""
+        """The faster reads that this reader offers besides ``read_into``, or None, as in most stores."""
 
 
 class DirectReads(Protocol):
@@ -182,8 +181,7 @@ class Writer(Protocol):
         of them are written. zckpt lets it keep bytes only if it could not go on otherwise."""
 
     def sync(self) -> None:
-        """Makes the data durable. It is called once, after the last write has returned. After an error it is not called
-        at all."""
+        """Makes the data durable. It is called once, after the last write has returned, and not after an error."""
 
     def close(self) -> None:
         """Closes the file. It is called once, after a success and after an error."""
@@ -361,8 +359,7 @@ class Store(Creator, ABC):
         on. In a store that does not override ``prepare``, it is durable on return. If ``over`` does not hold, returns
         False and changes nothing. If several processes call this for one path at the same time, with the same ``over``
         and different ``data``, one of them succeeds. If ``data`` is equal to ``over``, only the time ``changed_at``
-        changes. A writer puts the lock of a checkpoint, and puts it again every few seconds to show that it is
-        alive."""
+        changes. A writer puts the lock of a checkpoint, and again every few seconds to show that it is alive."""
 
     def put_new(self, path: str, data: bytes) -> None:
         """Makes a new file with these bytes, as ``create`` does. It is durable except for its name. zckpt calls this

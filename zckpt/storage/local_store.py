@@ -244,8 +244,7 @@ class LocalStore(Store):
         return content == data
 
     def _put_where_none_is(self, path: str, data: bytes, same: str) -> bool:
-        """Puts ``data`` at ``path`` if nothing is there. Returns whether it did. The file ``same`` has these bytes
-        already."""
+        """Puts ``data`` at ``path`` if nothing is there. Returns whether it did. The file ``same`` has these bytes."""
         try:
             # link(2) is the only call that network file systems either do once or do not do at all.
             os.link(same, self._full(path))
@@ -413,8 +412,7 @@ def _share_blocks(path: str, source: str) -> bool:
 
 
 def _retry_while_open(rename: Callable[[], None]) -> None:
-    """Calls ``rename``. On Windows, tries again for up to ``RENAME_WAIT_SECONDS`` while another process has the file
-    open."""
+    """Calls ``rename``. On Windows, tries again for ``RENAME_WAIT_SECONDS`` while others have the file open."""
     deadline = time.monotonic() + (RENAME_WAIT_SECONDS if sys.platform == "win32" else 0)
     while True:
         try:

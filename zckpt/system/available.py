@@ -57,8 +57,7 @@ def available_bytes(root: str = "/") -> int:
 
 
 def _groups(root: Path) -> Iterator[tuple[Path, _Version]]:
-    """Yields the directories of the control groups whose memory limits apply to this process, the innermost group
-    first."""
+    """Yields the directories of the control groups whose memory limits apply to this process, from the innermost on."""
     with suppress(OSError):  # the kernel has no control groups
         lines = (root / "proc/self/cgroup").read_text().splitlines()
         for line in lines:
@@ -99,8 +98,7 @@ def _is_below(path: str, top: str) -> bool:
 
 
 def _is_hierarchical(group: Path) -> bool:
-    """Returns whether the group's limit also applies to the groups below it. In version 1, a switch decides this. In
-    version 2, it always applies."""
+    """Returns whether the group's limit also applies to the groups below it. Only version 1 has a switch for this."""
     with suppress(OSError):
         return (group / "memory.use_hierarchy").read_text().strip() != "0"
     return True

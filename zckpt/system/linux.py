@@ -147,8 +147,7 @@ def reserve(fd: int, nbytes: int) -> None:
 def share_blocks(fd: int, source_fd: int, source_offset: int, nbytes: int, offset: int) -> bool:
     """Makes ``nbytes`` bytes from byte ``offset`` of a file share the disk blocks of another file, without copying
     them. If ``nbytes`` is 0, shares all bytes up to the end of the other file. Returns False, and changes nothing, if
-    the file system cannot share them, or if ``offset``, ``source_offset`` or ``nbytes`` is not a multiple of its block
-    size."""
+    the file system cannot share them, or if an offset or ``nbytes`` is not a multiple of its block size."""
     if sys.platform != "linux":
         return False
     try:

@@ -46,8 +46,7 @@ class Worker:
 
     @property
     def in_parent(self) -> bool:
-        """Whether this process was forked while the function had not ended, so that only the parent can know its
-        end."""
+        """Whether this process was forked before the end of the function, which only the parent can know."""
         return not self._ended and self._process != os.getpid()
 
     def start(self) -> None:

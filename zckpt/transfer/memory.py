@@ -224,18 +224,9 @@ def not_plain(tensor: torch.Tensor) -> str | None:
 def check_memory(
     tensors: Iterable[tuple[str, torch.Tensor]], error: type[ZckptError] = StateError
 ) -> tuple[torch.device, ...]:
-    """Checks tensors that zckpt has not made, before their memory is read or written by its address. Returns their
-    devices, without the CPU.
-
-    Args:
-        tensors: the tensors and their names in errors.
-        error: the class of the error for a tensor whose values are not in its memory.
-
-    Raises:
-        ZckptError: the values of a tensor are not in its memory. The error is of the class ``error``, and names the
-            tensor.
-        DeviceError: bytes cannot be copied from a device.
-    """
+    """Checks tensors that zckpt has not made, before their memory is read or written by its address. ``tensors``: with
+    their names in errors. Returns their devices, without the CPU. Raises an error of the class ``error`` for a tensor
+    whose values are not in its memory, and DeviceError if bytes cannot be copied from a device."""
     checked = []
     for name, tensor in tensors:
         if why := why_no_memory(tensor):
@@ -340,8 +331,7 @@ class Targets:
         self.device = np.array([-1 if target.is_cpu else numbers[target.device] for target in targets], np.int64)
         """The position of each target's device in ``devices``, or -1 for host memory."""
         self.inference = any(target.is_inference() for target in targets)
-        """Whether some targets were made in ``torch.inference_mode()``. Operations of torch may change them only in a
-        thread in this mode."""
+        """Whether some targets are of ``torch.inference_mode()``. torch changes them only in a thread in this mode."""
 
     def check(self, target: Ints, start: Ints, nbytes: Ints) -> None:
         """Raises ValueError unless all of these ranges of stored bytes are within their targets. The three arrays have

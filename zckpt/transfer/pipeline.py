@@ -126,8 +126,7 @@ class Pipeline(Generic[Item]):
             self._changed.notify_all()
 
     def _next(self) -> Callable[[], None] | None:
-        """Returns the next step, or None if there is none any more. Waits while other threads may still make one
-        possible."""
+        """Returns the next step, or None if there is none any more. Waits while others may still make one possible."""
         with self._changed:
             while self._unfinished and not self._stopped:
                 if not self._sources_first and (put := self._next_put()):
@@ -151,8 +150,7 @@ class Pipeline(Generic[Item]):
         return None
 
     def _next_put(self) -> Callable[[], None] | None:
-        """Returns the step ``put`` of an item that is next in its file, or None if none can be put now. The caller
-        holds ``self._changed``."""
+        """Returns the step ``put`` of an item that is next in its file, or None. The caller holds ``self._changed``."""
         if self._waiting and self._puts >= self._puts_max:
             return None
         place = next((place for place, entry in enumerate(self._digested) if self._is_next(entry[1])), None)

@@ -10,8 +10,7 @@ All other reads use direct I/O, which evicts nothing from the page cache. Their 
 plan says so, and otherwise into aligned staging buffers. The thread that has read the bytes begins its next read, while
 another thread compares the digests.
 
-Copies to a device are queued once their bytes are in a buffer. While these copies run, the next read fills another
-buffer.
+Copies to a device are queued once their bytes are in a buffer. Meanwhile, the next read fills another buffer.
 """
 
 from __future__ import annotations
@@ -183,8 +182,7 @@ class _Reads:
     """Is called after each urgent read, and tells the caller after the last one."""
 
     def read_cached(self, op: ReadOp, staging: StagingPool) -> None:
-        """Reads the bytes of ``op`` through the store's caches, compares their digests, and moves them to their
-        targets."""
+        """Reads the bytes of ``op`` through the store's caches, compares digests, and moves them to their targets."""
         with staging.lend() as stage:
             self.check(op, stage, through_cache=True)
 
@@ -207,8 +205,7 @@ class _Reads:
 
     def check(self, op: ReadOp, stage: StagingBuffer, through_cache: bool = False) -> None:
         """Compares the digests of the bytes of ``op``, and copies the bytes from the staging buffer to their targets in
-        host memory. Queues the copies to devices. With ``through_cache``, also reads the bytes through the store's
-        caches."""
+        host memory. Queues the copies to devices. With ``through_cache``, also reads them."""
         views = _Views(op, stage, self.targets.key, through_cache)
         portions = list(views.portions(PORTION_BYTES if op.is_verified else op.nbytes))
         # The traceback of an error keeps the functions that it has passed. A function that is defined here would refer
@@ -235,8 +232,7 @@ class _Reads:
             self.finish_urgent()
 
     def _check_portion(self, op: ReadOp, views: _Views, portions: Sequence[slice], number: int) -> None:
-        """Compares the digests of a portion, and copies its bytes from the staging buffer to their targets in host
-        memory."""
+        """Compares the digests of a portion, and copies staged bytes to their targets in host memory."""
         portion = portions[number]
         blocks, in_portion = views.blocks[portion], views.memory[portion]
         if op.is_verified and not _are_sound(self.files[op.file], blocks, in_portion):
@@ -372,8 +368,7 @@ def _copy_staged(segments: Segments, views: _Views, portion: slice, targets: Tar
 
 
 def _queue(segments: Segments, first: int, targets: Targets, stage: StagingBuffer) -> None:
-    """Queues the copies from the staging buffer to devices. The bytes of the read begin at byte ``first`` of the
-    buffer."""
+    """Queues the copies from the staging buffer to devices. The read begins at byte ``first`` of the buffer."""
     for number, device in enumerate(targets.devices):
         copies = joined_copies(segments, targets.device == number)
         with torch.inference_mode(targets.inference):
