@@ -296,7 +296,11 @@ def _rows(part: str, columns: Sequence[Ints], numbered: _Numbered) -> Rows:
         )
     rows = Rows(row_name, count, rank, tier, length, offset, block)
     numel = np.array([math.prod(shape) for shape, _, _ in kinds], np.int64)[row_kind]
-    wrong = _wrong_starts(rows, name, copy, start, numel)
+    # A reader has to compute the start and the copy of each piece, because the index does not store where pieces start.
+    read_start, read_copy = index_format.starts_and_copies(rows, numel)
+    wrong = start != read_start
+    wrong[1:] |= (name[1:] == name[:-1]) & ((copy[1:] == copy[:-1]) != (read_copy[1:] == read_copy[:-1]))
+    wrong &= np.repeat(numel, count) > 0
     if wrong.any():
         label = [*numbered.names][name[np.argmax(wrong)]]
         raise broken("I005", "the pieces of all ranks leave a gap or overlap", key=f"{part}/{label}")
@@ -308,16 +312,6 @@ def _described(shape: tuple[int, ...], dtype: str, sections: Sections) -> str:
     return f"{dtype} {list(shape)}" + (
         f" in the sections {reprlib.repr(packed_sections(sections))}" if sections else ""
     )
-
-
-def _wrong_starts(rows: Rows, name: Ints, copy: Ints, start: Ints, numel: Ints) -> NDArray[np.bool]:
-    """Returns, for each piece, whether a reader would compute another start or copy for it than the ranks have recorded
-    (I005). A reader has to compute them, because the index does not store where pieces start."""
-    read_start, read_copy = index_format.starts_and_copies(rows, numel)
-    wrong: NDArray[np.bool] = start != read_start
-    wrong[1:] |= (name[1:] == name[:-1]) & ((copy[1:] == copy[:-1]) != (read_copy[1:] == read_copy[:-1]))
-    wrong &= np.repeat(numel, rows.count) > 0
-    return wrong
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,7 +335,15 @@ def catalog(rank_records: Sequence[RankRecord], save_id: str, metadata: SaveMeta
     ``rank_records`` has one record for each rank. An alias whose tensor no part holds is left out. Raises RankError if
     ranks disagree about a tensor, UnsupportedError if there are more pieces than a checkpoint can have, and FormatError
     for anything that a reader would refuse, such as pieces that do not make up whole tensors."""
-    _check_pieces(rank_records)
+    pieces = sum(len(record.piece_columns[file.columns_id]) for record in rank_records for file in record.files)
+    if pieces > MANY_PIECES_MAX:  # Tables of them would take much memory.
+        parts = {file.part for record in rank_records for file in record.files}
+        raise UnsupportedError(
+            f"the checkpoint would have {pieces:,} pieces of tensors ({len(rank_records):,} ranks, "
+            f"{len(parts)} parts); the format can hold {MANY_PIECES_MAX:,}",
+            rule="M013",
+            hint="leave parts out with `exclude`, and write them as a checkpoint of their own with `parts`",
+        )
     # A function of its own, so that what it takes beside its result is free before the check.
     raw, index = _encoded(rank_records, save_id, metadata)
     # Both are read back before they are committed, while the state that they describe still exists.
@@ -430,17 +432,3 @@ def run_id_of(manifest: Manifest) -> str:
 def with_digests(manifest: bytes, digests: Sequence[bytes]) -> bytes:
     """Returns the same manifest with the digests of the digest tables of all ranks."""
     return manifest_format.encode(replace(manifest_format.decode(manifest), digests=tuple(digests)))
-
-
-def _check_pieces(rank_records: Sequence[RankRecord]) -> None:
-    """Raises UnsupportedError if there are too many pieces. The caller does this before it makes tables of them, which
-    would take much memory."""
-    pieces = sum(len(record.piece_columns[file.columns_id]) for record in rank_records for file in record.files)
-    if pieces > MANY_PIECES_MAX:
-        parts = {file.part for record in rank_records for file in record.files}
-        raise UnsupportedError(
-            f"the checkpoint would have {pieces:,} pieces of tensors ({len(rank_records):,} ranks, "
-            f"{len(parts)} parts); the format can hold {MANY_PIECES_MAX:,}",
-            rule="M013",
-            hint="leave parts out with `exclude`, and write them as a checkpoint of their own with `parts`",
-        )
