@@ -393,7 +393,10 @@ def _open_envelope(raw: bytes) -> tuple[tuple[int, int], memoryview]:
     first = _next(items, 2)
     if len(first) < 2 or first[0] != msgpack.packb(_MAGIC):
         raise broken("M001", "not a zckpt manifest", file=names.MANIFEST)
-    version = _unpack_version(first[1])
+    version = None
+    if len(first[1]) <= _VERSION_BYTES_MAX:
+        with suppress(*packed.ERRORS):
+            version = _version(msgpack.unpackb(first[1]))
     if version is None or version[0] != VERSION[0]:
         raise broken(
             "M002",
@@ -423,16 +426,6 @@ def _next(items: Iterator[memoryview], count_max: int) -> list[memoryview]:
         return list(islice(items, count_max))
     except packed.ERRORS as error:
         raise broken("M001", f"not a manifest: {error or type(error).__name__}", file=names.MANIFEST) from error
-
-
-def _unpack_version(raw: memoryview) -> tuple[int, int] | None:
-    """Returns the version that ``raw`` is, or None if it is not a version."""
-    if len(raw) > _VERSION_BYTES_MAX:
-        return None
-    try:
-        return _version(msgpack.unpackb(raw))
-    except packed.ERRORS:
-        return None
 
 
 def _version(value: object) -> tuple[int, int] | None:
