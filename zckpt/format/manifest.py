@@ -215,6 +215,10 @@ class Manifest:
     """The packed tree of state that all ranks share."""
     writer: Mapping[str, str] = field(default_factory=dict)
     """The program, versions and time of the save, for people."""
+    _sought: dict[str, int | None] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """What ``name_id`` has returned for the names that it has looked for among all names."""
+    _grids: dict[tuple[int, int], Grid] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """The grids that ``grid_of`` has made, by the ids of the shape and of the sections."""
 
     @cached_property
     def name_ids(self) -> dict[str, int]:
@@ -232,11 +236,6 @@ class Manifest:
                 self._sought[name] = self.names.index(name)
         return self._sought[name]
 
-    @cached_property
-    def _sought(self) -> dict[str, int | None]:
-        """What ``name_id`` has returned for the names that it has looked for among all names."""
-        return {}
-
     def grid(self, part_id: int, row: int) -> Grid:
         """Returns the grid of the tensor in a row of a part."""
         part = self.parts[part_id]
@@ -249,11 +248,6 @@ class Manifest:
             shape, sections = self.shapes[shape_id], self.grids[grid_id]
             grid = self._grids[shape_id, grid_id] = Grid(shape, sections) if sections else all_of(shape).grid
         return grid
-
-    @cached_property
-    def _grids(self) -> dict[tuple[int, int], Grid]:
-        """The grids that ``grid`` has made, by the ids of the shape and of the sections."""
-        return {}
 
     @cached_property
     def numel(self) -> Ints:
