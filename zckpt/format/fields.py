@@ -42,12 +42,10 @@ def _parts(raw: memoryview, containers: packed.Containers) -> list[Any] | None:
     """Returns the parts, with their columns as arrays of numbers, or None if there are too many parts."""
     if not 0 <= packed.array_header(raw)[0] <= PARTS_MAX:
         return None
-    columns = dict.fromkeys(("names", "shapes", "grids"), packed.integers) | {"dtypes": _dtype_ids}
+    columns = dict.fromkeys(("names", "shapes", "grids"), packed.integers) | {
+        "dtypes": partial(packed.words, known=DTYPES)
+    }
     return [packed.unpack_map(part, containers, columns) for part in packed.items(raw)]
-
-
-def _dtype_ids(raw: memoryview) -> NDArray[np.uint8] | None:
-    return packed.words(raw, DTYPES)
 
 
 class Fields:

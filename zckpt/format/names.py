@@ -186,8 +186,7 @@ def rank_dir(save_id: str, rank: int) -> str:
 def split_rank_dir(name: str) -> int | None:
     """Returns the rank if this is the name of a rank's directory, otherwise None."""
     match = _RANK.fullmatch(name)
-    rank = int(match[1]) if match else None
-    return rank if rank is not None and name == f"rank-{rank:05d}" else None
+    return int(match[1]) if match and name == f"rank-{int(match[1]):05d}" else None
 
 
 def digests_path(save_id: str, rank: int) -> str:
