@@ -151,8 +151,7 @@ class LocalStore(Store):
             if not _share_blocks(full, source.path):
                 logger.debug("%s: a hard link, since the file system shares no blocks with %s", full, source.path)
                 os.link(source.path, full)
-        # The files are on two file systems, or the file system has no links, or too many of them. The caller writes the
-        # bytes.
+        # The files are on two file systems, or there are no links, or too many of them. The caller writes the bytes.
         except OSError as error:  # StorageError is an OSError
             logger.debug("%s: written, not shared with %s: %s", full, source.path, error)
             return False

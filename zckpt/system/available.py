@@ -38,8 +38,7 @@ def available_bytes(root: str = "/") -> int:
         with suppress(OSError, ValueError):  # the topmost group has no such files
             (used,) = map(int, _texts(group, _USED))
             stat = _table(group / "memory.stat")
-            # Inside a container, the groups above it cannot be seen. Version 1 reports the smallest of their limits in
-            # this field.
+            # Inside a container, the groups above it cannot be seen. This is the smallest of their limits in version 1.
             limits = [stat.get("hierarchical_memory_limit", available + used)]
             limits += [int(text) for text in _texts(group, _LIMITS) if text != "max"]
             # The kernel frees these cached files before it refuses memory. That of version 1 includes groups below.
@@ -63,8 +62,7 @@ def _groups(root: Path) -> Iterator[Path]:
 def _ancestors(root: Path, kind: str, controller: str, path: str) -> Iterator[Path]:
     """Yields the directories of the group ``path`` of a hierarchy and of all visible groups above it."""
     for mounted, top in _mounts(root, kind, controller):
-        # In a container, the mounted hierarchy may begin at the container's own group, although `path` begins at the
-        # top.
+        # In a container, the mounted hierarchy may begin at the container's own group. `path` begins at the top.
         path_below_top = os.path.relpath(path, mounted) if _is_below(path, mounted) else "."
         group = top / path_below_top
         while True:

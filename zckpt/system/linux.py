@@ -61,8 +61,7 @@ def cached_bytes(fd: int, offset: int, nbytes: int) -> int:
         return 0
     counts = (ctypes.c_uint64 * 5)()
     succeeded = libc.syscall(CACHESTAT, fd, (ctypes.c_uint64 * 2)(offset, nbytes), counts, 0) == 0
-    # On an overlay, cachestat(2) finds nothing: the cached pages belong to the file in the layer below, where it does
-    # not look.
+    # On an overlay, cachestat(2) finds nothing: the cached pages belong to the file in the layer below.
     if succeeded and (counts[0] or not _is_on_overlay(fd)):
         return int(counts[0]) * mmap.PAGESIZE
     # This is the way for an overlay, for a Linux before 6.5, and for a file that belongs to another user.

@@ -40,8 +40,7 @@ def run_tasks(
                 failures.setdefault(number, error)  # it must not replace an interrupt, whose number is -1
             sign_of_life()
 
-    # A ThreadPoolExecutor would not do: it takes no more tasks once the interpreter exits, but a background write
-    # goes on then.
+    # A ThreadPoolExecutor takes no more tasks once the interpreter exits, but a background write goes on then.
     count = min(threads, len(tasks)) if isinstance(tasks, Sized) else threads
     workers = [Worker(work, f"zckpt-{i}") for i in range(count)]
     try:
