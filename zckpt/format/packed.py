@@ -106,8 +106,7 @@ def words(raw: memoryview, known: Sequence[str]) -> NDArray[np.uint8] | None:
 
 
 def array_header(raw: memoryview) -> tuple[int, int]:
-    """Returns the length of a packed array, and the position of its first item. The length is -1 if ``raw`` is
-    something else than an array."""
+    """Returns the length of a packed array, or -1 if ``raw`` is none, and the position of its first item."""
     if raw[0] & 0xF0 == 0x90:
         return raw[0] & 0x0F, 1
     length = raw[1 : 1 + _LENGTH_BYTES.get(raw[0], 0)]

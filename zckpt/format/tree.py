@@ -193,8 +193,7 @@ class _Decoder:
         self.referenced: set[str] = set()
 
     def decode(self, raw: bytes, depth: int) -> Any:
-        """Returns the value in ``raw``, which is the tree itself or the payload of an extension. ``depth`` is the
-        number of payloads around it."""
+        """Returns the value in ``raw``: the tree, or the payload of an extension with ``depth`` payloads around it."""
         if depth > TREE_DEPTH_MAX:
             raise broken("T002", "the tree is nested too deep", file=self.file)
         self.nbytes += len(raw)

@@ -93,8 +93,7 @@ class FileRecord(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RankRecord:
-    """What the data files of one rank hold, and the digest of the rank's digest table. Until the digest is known, it is
-    all zeros."""
+    """What the data files of one rank hold, and the digest of its digest table: all zeros until it is known."""
 
     rank: int
     digest: bytes

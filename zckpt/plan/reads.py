@@ -69,8 +69,7 @@ class Segments(NamedTuple):
 class StridedCopy(NamedTuple):
     """A copy of equally spaced runs of ``run_bytes`` bytes. The first of the ``runs`` runs begins at byte ``source``,
     and goes to byte ``target_offset`` of target number ``target``. Each further one begins ``source_stride`` bytes
-    later, and goes to a place ``target_stride`` bytes later in the target. Bytes of the target count as stored bytes,
-    too."""
+    later, and goes ``target_stride`` bytes further in the target. Bytes of the target count as stored bytes."""
 
     target: int
     target_offset: int

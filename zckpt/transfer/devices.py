@@ -23,8 +23,7 @@ host and device exchange one copy."""
 
 
 def check_device(device: torch.device | str) -> torch.device:
-    """Returns the device of this name. If the name has no index, as in ``"cuda"``, it is the current device of this
-    type.
+    """Returns the device of this name. Without an index, as in ``"cuda"``, it is the current one of this type.
 
     Raises DeviceError, which names the usable devices, unless bytes can be copied to the device and back. The device
     "meta" is accepted, although its tensors have no bytes.
@@ -37,8 +36,7 @@ def check_device(device: torch.device | str) -> torch.device:
 
 
 def check_devices(tensors: Iterable[torch.Tensor]) -> tuple[torch.device, ...]:
-    """Returns the devices of these tensors, without the CPU. Raises DeviceError if bytes cannot be copied from a
-    device, such as "meta"."""
+    """Returns what ``devices_of`` does. Raises DeviceError if bytes cannot be copied from a device, such as "meta"."""
     return tuple(_usable_device(device) for device in devices_of(tensors))
 
 

@@ -102,8 +102,7 @@ def fresh_tensors(
 
 
 def _rooms(nbytes: Sequence[int], within: Sequence[int]) -> list[Bytes]:
-    """Returns what ``_room`` does for each of these sizes. Up to ``ROOMS_TOGETHER`` rooms lie in one mapping of memory,
-    in a huge page each."""
+    """Returns a ``_room`` of each size. Up to ``ROOMS_TOGETHER`` rooms lie in one mapping, in a huge page each."""
     if len(nbytes) > ROOMS_TOGETHER:
         return [
             room

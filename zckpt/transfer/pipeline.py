@@ -34,8 +34,7 @@ class Pipeline(Generic[Item]):
     sources together. Only if a caller waits for a snapshot, sources come first: as long as a buffer is free, the next
     source is read. The sources of the first ``urgent`` items are read before all others. The snapshot is told when all
     urgent sources have been read, and again when all sources have been read. While all buffers are in use, no source is
-    read until a buffer is free again. While copies to a buffer are under way, the other steps are done for buffers that
-    are full.
+    read until a buffer is free again. While a buffer is being filled by copies, others that are full go on.
 
     Some files take bytes only in their order. ``is_next`` says whether the bytes of an item are the next ones. Other
     items wait with their buffers, unless nothing else can be done.
@@ -216,8 +215,7 @@ class Pipeline(Generic[Item]):
         self._release(number, stage)
 
     def _release(self, number: int, stage: StagingBuffer) -> None:
-        """Gives back the buffer of an item whose steps are all done. Copies from the buffer to a device may still be
-        under way."""
+        """Gives back the buffer of an item whose steps are done. Copies from it to a device may still be under way."""
         self._staging.release(stage)
         with self._changed:
             self._free_halves += self._halves[number]

@@ -355,8 +355,7 @@ def _too_short(file: ReadFile, nbytes: int, key: str | None, start: int, stop: i
 
 
 def _copy_staged(segments: Segments, views: _Views, portion: slice, targets: Targets) -> int:
-    """Copies the segments of a portion that are in the staging buffer to their targets in host memory. Returns the
-    number of bytes copied."""
+    """Copies the staged segments of a portion to their targets in host memory. Returns the number of bytes copied."""
     segment = np.repeat(np.arange(portion.start, portion.stop), segments.copies[portion])
     copy = np.arange(views.first_copy[portion.start], views.first_copy[portion.stop])
     which = (views.address[segment] < 0) & (targets.device[segments.copy.target[copy]] < 0)
