@@ -5,7 +5,7 @@ the bytes between two ranges are read too. Equally spaced ranges are read as one
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, starmap
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -246,24 +246,12 @@ def plan_reads(
     straight, inner, edges = _straight(cuts, start_at, stop_at, address, places)
     bounds = [*cuts, len(file)]
     first, last = np.array(bounds[:-1], np.int64), np.array(bounds[1:], np.int64) - 1
-    segments = _cut((nbytes, block, address, straight, copies), bounds)
-    segment_copies = map(Copies._make, _cut(copy_columns, np.append(first_copy, len(order))[bounds].tolist()))
-    columns = (file[first], start_at[first], stop_at[last] - start_at[first], is_urgent[first])
+    of_segments = _cut((nbytes, block, address, straight, copies), bounds)
+    of_copies = _cut(copy_columns, np.append(first_copy, len(order))[bounds].tolist())
+    segments = (Segments._make((*one, Copies._make(other))) for one, other in zip(of_segments, of_copies, strict=True))
+    columns = (file[first], start_at[first], stop_at[last] - start_at[first])
     scalars = (column.tolist() for column in columns)
-    return tuple(
-        ReadOp(
-            number,
-            offset,
-            read_bytes,
-            Segments._make((*of_segments, of_copies)),
-            inner_ranges,
-            edge_ranges,
-            urgent_read,
-        )
-        for number, offset, read_bytes, urgent_read, of_segments, of_copies, inner_ranges, edge_ranges in zip(
-            *scalars, segments, segment_copies, inner, edges, strict=True
-        )
-    )
+    return tuple(starmap(ReadOp, zip(*scalars, segments, inner, edges, is_urgent[first].tolist(), strict=True)))
 
 
 def _cut(columns: Sequence[NDArray[Any]], bounds: Sequence[int]) -> Iterator[tuple[NDArray[Any], ...]]:
