@@ -174,7 +174,7 @@ def packed(**columns: list[int]) -> bytes:
 
 
 def decode_frame(raw: bytes, **changes: Any) -> Rows:
-    chunk = dataclasses.replace(Chunk(0, 0, 2, 4, 0, len(raw), digest(raw)), **changes)
+    chunk = Chunk(0, 0, 2, 4, 0, len(raw), digest(raw))._replace(**changes)
     return decode(raw, chunk, manifest_for(SHAPES, {"a": ["F32", "F32"], "b": ["F32", "F64"]}, (chunk,)))
 
 

@@ -83,11 +83,12 @@ def number(text: str) -> int:
     return value * UNITS.get(match[3], 1) - int(match[4] or 0)
 
 
-def test_every_rule_has_one_clause_with_its_words() -> None:
-    clauses = re.findall(r"^\*\*([A-Z]\d{3})\*\* (.*)$", TEXT, re.MULTILINE)
-    assert dict(clauses) == {key: rule.clause for key, rule in RULES.items()}
-    assert len(clauses) == len(RULES)
-    assert [key for key, rule in RULES.items() if key != rule.id] == []
+CLAUSES = re.findall(r"^\*\*([A-Z]\d{3})\*\* (.*)$", TEXT, re.MULTILINE)
+"""The id of each rule, and the first line of its clause."""
+
+
+def test_every_rule_has_one_clause() -> None:
+    assert sorted(rule for rule, _ in CLAUSES) == sorted(RULES)
     assert {*re.findall(r"\b[A-Z]\d{3}\b", TEXT)} == {*RULES}
 
 
@@ -197,7 +198,7 @@ def when_checked(rule: str) -> str:
 
 
 def test_the_table_of_all_rules() -> None:
-    assert table("All rules") == [[rule.id, rule.clause, when_checked(rule.id)] for rule in RULES.values()]
+    assert table("All rules") == [[rule, dict(CLAUSES)[rule], when_checked(rule)] for rule in RULES]
 
 
 def test_the_vectors_of_the_digest() -> None:

@@ -141,8 +141,8 @@ def run(store: Store, ops: tuple[reads.ReadOp, ...], targets: list[bytearray]) -
         assert segments.nbytes.sum() == op.nbytes > 0
         assert segments.copies[[0, -1]].min() >= 1
         assert ((segments.block < 0) | (segments.copies > 0)).all(), "no digest of a gap is compared"
-        assert segments.copies.sum() == len(segments.source)
-        copies = iter(segments.copies_of(slice(None)).rows())
+        assert segments.copies.sum() == len(segments.copy.source)
+        copies = iter(segments.copy.rows())
         position = op.offset
         for nbytes, block, count in np.stack([segments.nbytes, segments.block, segments.copies], 1).tolist():
             data = store.contents[op.file][position : position + nbytes]
@@ -161,7 +161,8 @@ def wanted_bytes(store: Store, ops: tuple[reads.ReadOp, ...]) -> set[tuple[int, 
     wanted = set()
     for op in ops:
         starts = np.repeat(op.offset + np.cumsum(op.segments.nbytes) - op.segments.nbytes, op.segments.copies)
-        columns = (starts + op.segments.source, op.segments.run_bytes, op.segments.runs, op.segments.source_stride)
+        copies = op.segments.copy
+        columns = (starts + copies.source, copies.run_bytes, copies.runs, copies.source_stride)
         for start, nbytes, runs, stride in np.stack(columns, 1).tolist():
             wanted |= {(op.file, start + run * stride + at) for run in range(runs) for at in range(nbytes)}
     return wanted
@@ -280,7 +281,7 @@ def test_a_tensor_that_is_cut_in_its_columns_is_read_in_whole_boxes(verify: bool
     assert read((slice(5, 6),))[1] == (ranks * block_bytes if verify else columns * item)
     assert read((slice(128, 256),))[1] == 128 * columns * item
     ops, nbytes = read((slice(None), slice(20, 25)))
-    assert sum(len(op.segments.source) for op in ops) <= 3 * box_bytes // block_bytes
+    assert sum(len(op.segments.copy.source) for op in ops) <= 3 * box_bytes // block_bytes
     assert box_bytes * 0.95 < nbytes <= box_bytes
 
 
@@ -366,8 +367,8 @@ def run_straight(
         assert sum(nbytes for _, nbytes, _ in covered) == segments.nbytes[segments.straight].sum()
         segment = np.repeat(np.arange(len(starts)), segments.copies)
         staged = ~segments.straight[segment]
-        in_file = segments._replace(source=starts[segment] + segments.source)
-        for copy in in_file.copies_of(staged).rows():
+        in_file = segments.copy._replace(source=starts[segment] + segments.copy.source)
+        for copy in in_file.take(staged).rows():
             carry_out(copy, targets, store.contents[op.file])
             for run in range(copy.runs):
                 place = copy.target_offset + run * copy.target_stride
@@ -376,8 +377,9 @@ def run_straight(
         first = (np.cumsum(segments.copies) - segments.copies)[alone]
         assert not segments.straight[segments.address < 0].any()
         assert (segments.copies[alone] == 1).all()
-        assert (segments.run_bytes[first] == segments.nbytes[alone]).all()
-        assert (segments.address[alone] == places.address[segments.target[first]] + segments.target_offset[first]).all()
+        of_alone = segments.copy.take(first)
+        assert (of_alone.run_bytes == segments.nbytes[alone]).all()
+        assert (segments.address[alone] == places.address[of_alone.target] + of_alone.target_offset).all()
     return filled
 
 

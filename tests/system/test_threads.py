@@ -15,7 +15,7 @@ from tests.support.cluster import ROOT
 from tests.support.forks import fork, result_of
 from tests.support.no_threads import no_further_threads
 from zckpt.storage import contract
-from zckpt.system.threads import Countdown, Worker, beside, stop
+from zckpt.system.threads import Worker, beside, stop
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -76,14 +76,6 @@ def test_an_error_of_the_context_before_the_start_prevents_the_call() -> None:
 def test_a_thread_that_nobody_starts_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="helper was not started"), beside(lambda: None, "helper"):
         pass
-
-
-def test_a_countdown_calls_once_after_the_last_call() -> None:
-    called: list[int] = []
-    countdown = Countdown(3, lambda: called.append(1))
-    for counted in ([], [], [1], [1]):
-        countdown.count()
-        assert called == counted
 
 
 def test_an_error_of_the_context_comes_first_and_waits_for_the_thread() -> None:

@@ -1,10 +1,10 @@
-"""Typed access to the fields of the manifest's body. A field that is missing or of another type breaks M005."""
+"""Typed access to the fields of the manifest's body."""
 
 from __future__ import annotations
 
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from zckpt.geometry import Ints
+
+T = TypeVar("T")
 
 
 def unpack_body(raw: memoryview) -> dict[Any, Any]:
@@ -40,54 +42,36 @@ def _parts(raw: memoryview, containers: packed.Containers) -> list[Any] | None:
     """Returns the parts, with their columns as arrays of numbers, or None if there are too many parts."""
     if not 0 <= packed.array_header(raw)[0] <= PARTS_MAX:
         return None
-    columns = dict.fromkeys(("names", "shapes", "grids"), packed.integers) | {"dtypes": _dtype_ids}
+    columns = dict.fromkeys(("names", "shapes", "grids"), packed.integers) | {
+        "dtypes": partial(packed.words, known=DTYPES)
+    }
     return [packed.unpack_map(part, containers, columns) for part in packed.items(raw)]
 
 
-def _dtype_ids(raw: memoryview) -> NDArray[np.uint8] | None:
-    return packed.words(raw, DTYPES)
-
-
 class Fields:
-    """Typed access to the fields of one map.
-
-    Each method returns the field of a name. It raises FormatError (M005) if the field is missing or of another type.
-    """
+    """The fields of one map. Each method returns the field of a name, and raises FormatError (M005) if it is missing or
+    of another type."""
 
     def __init__(self, values: Mapping[Any, Any], where: str) -> None:
         """``where`` names the map in errors."""
         self.values = values
         self.where = where
 
-    def _get(self, name: str, kind: type) -> Any:
-        """Returns a field of exactly the type ``kind``. A bool is no int here."""
+    def get(self, name: str, kind: type[T]) -> T:
+        """Returns a field of exactly the type ``kind``. A bool is no int here, and the items of a list may be of any
+        type."""
         value = self.values.get(name)
         if type(value) is not kind:
             raise broken("M005", f"field {name!r} is {type(value).__name__}, not {kind.__name__}", file=names.MANIFEST)
         return value
 
-    def array(self, name: str) -> list[Any]:
-        """Returns an array. Its items may be of any type."""
-        value: list[Any] = self._get(name, list)
-        return value
-
-    def binary(self, name: str) -> bytes:
-        """Returns a binary."""
-        value: bytes = self._get(name, bytes)
-        return value
-
-    def string(self, name: str) -> str:
-        """Returns a string."""
-        value: str = self._get(name, str)
-        return value
-
     def map(self, name: str) -> Fields:
         """Returns a map as ``Fields``."""
-        return Fields(self._get(name, dict), name)
+        return Fields(self.get(name, dict), name)
 
     def integer(self, name: str, low: int, high: int) -> int:
         """Returns an integer. Raises FormatError (M005), too, unless it is at least ``low`` and at most ``high``."""
-        value: int = self._get(name, int)
+        value = self.get(name, int)
         if not low <= value <= high:
             raise broken("M005", f"field {name!r} is {value}, not in [{low}, {high}]", file=names.MANIFEST)
         return value
@@ -95,13 +79,13 @@ class Fields:
     def integers(self, name: str) -> list[int]:
         """Returns an array of integers of 0 to ``TENSOR_BYTES_MAX``."""
         self.column(name)
-        return self.array(name)
+        return self.get(name, list)
 
     def column(self, name: str) -> Ints:
         """Returns what ``integers`` returns, as a column."""
         column = self.values.get(name)
         if not isinstance(column, np.ndarray):
-            values, column = self.array(name), np.array([-1])  # is refused below, unless the values are integers
+            values, column = self.get(name, list), np.array([-1])  # is refused below, unless the values are integers
             if {*map(type, values)} <= {int}:
                 with suppress(OverflowError):
                     column = np.fromiter(values, np.int64, len(values))
@@ -117,12 +101,12 @@ class Fields:
         try:
             return np.array([*map(DTYPE_IDS.__getitem__, self.strings(name))], np.uint8)
         except KeyError as error:
-            what = f"part {self.string('name')} has the dtype {error.args[0]!r}"
+            what = f"part {self.get('name', str)} has the dtype {error.args[0]!r}"
             raise broken("M009", what, file=names.MANIFEST) from None
 
     def strings(self, name: str) -> list[str]:
         """Returns an array of strings."""
-        values = self.array(name)
+        values = self.get(name, list)
         try:
             "".join(values)  # This takes a third of the time of looking at the type of each item.
         except TypeError:
@@ -131,7 +115,7 @@ class Fields:
 
     def string_map(self, name: str) -> dict[str, str]:
         """Returns a map from strings to strings."""
-        values: dict[Any, Any] = self._get(name, dict)
+        values = self.get(name, dict)
         if not all(type(key) is str and type(value) is str for key, value in values.items()):
             raise broken("M005", f"field {name!r} holds something else than strings", file=names.MANIFEST)
         return values

@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 import reprlib
 from collections import Counter
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice, pairwise
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgpack
 import numpy as np
@@ -63,21 +62,14 @@ _MAGIC = "zckpt"
 SOUGHT_MAX = 4
 """How many names ``Manifest.name_id`` looks for among all names. This takes up to a third of the time that it takes to
 make a dict of all names."""
-_VERSION_BYTES_MAX = 5 + 2 * 9
-"""The most bytes of an array of two integers, in msgpack's longest form."""
+_VERSION_BYTES_MAX = 5 + 2 * 9  # the bytes of an array of two integers in msgpack's longest form
 _BIN = {0xC4: (2, 0), 0xC5: (3, 1 << 8), 0xC6: (5, 1 << 16)}
 """The first bytes that a binary may have in msgpack. For each of them, the number of bytes before the content of the
 binary, and the shortest content that needs it."""
-_CHUNK_COLUMNS = {
-    "layout": "layout_id",
-    "first_row": "first_row",
-    "rows": "rows",
-    "pieces": "pieces",
-    "offset": "offset",
-    "bytes": "nbytes",
-    "digest": "digest",
-}
-"""For each column of ``chunks`` in the file, the attribute of ``Chunk``. The order is that of the attributes."""
+_FILE_COLUMNS = ("rank", "part", "tier", "bytes", "data_start", "first_block")
+"""The columns of ``files`` in the file, in the order of the attributes of ``File``."""
+_CHUNK_COLUMNS = ("layout", "first_row", "rows", "pieces", "offset", "bytes", "digest")
+"""The columns of ``chunks`` in the file, in the order of the attributes of ``Chunk``."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -90,9 +82,9 @@ class Part:
     layout_id: int
     """The id of the layout in the index that says where the pieces of these tensors are."""
     name_ids: Ints
-    """For each tensor, the position of its name in ``Manifest.names``."""
+    """Positions in ``Manifest.names``."""
     shape_ids: Ints
-    """For each tensor, the position of its shape in ``Manifest.shapes``."""
+    """Positions in ``Manifest.shapes``."""
     dtype_ids: NDArray[np.uint8]
     """For each tensor, the position of its dtype in ``DTYPES``."""
     grid_ids: Ints
@@ -112,8 +104,7 @@ class Part:
         return ITEM_BYTES_BY_ID[self.dtype_ids]
 
 
-@dataclass(frozen=True, slots=True)
-class File:
+class File(NamedTuple):
     """One data file of a checkpoint, as the manifest lists it."""
 
     rank: int
@@ -133,41 +124,31 @@ class File:
 
 
 @dataclass(frozen=True, slots=True)
-class Files(Sequence[File]):
-    """All data files of a checkpoint, as columns. A thousand ranks have thousands of data files, and to make an object
-    for each of them would slow down opening."""
+class Files:
+    """All data files of a checkpoint, as columns: each has one attribute of every ``File``. A thousand ranks have
+    thousands of data files, and to make an object for each of them would slow down opening."""
 
     rank: tuple[int, ...]
-    """For each data file, the rank that wrote it."""
     part_id: tuple[int, ...]
-    """For each data file, the position of its part in ``Manifest.parts``."""
     tier: tuple[int, ...]
-    """For each data file, the number of its tier."""
     nbytes: tuple[int, ...]
-    """For each data file, its size in bytes."""
     data_start: tuple[int, ...]
-    """For each data file, the byte at which its data begin."""
     first_block: tuple[int, ...]
-    """For each data file, the position of its first digest in the digest table of its rank."""
     origin: tuple[str, ...]
-    """For each data file, the save id in its header if an earlier save wrote it, or an empty string."""
 
     @classmethod
     def of(cls, files: Iterable[File]) -> Files:
         """Returns the columns of ``files``, in the order of the format: by rank, part and tier."""
-        rows = sorted((f.rank, f.part_id, f.tier, f.nbytes, f.data_start, f.first_block, f.origin) for f in files)
+        rows = sorted(files)
         return cls(*zip(*rows, strict=True)) if rows else cls((), (), (), (), (), (), ())
 
     def __len__(self) -> int:
         return len(self.rank)
 
-    @overload
-    def __getitem__(self, i: int) -> File: ...
-    @overload
-    def __getitem__(self, i: slice) -> tuple[File, ...]: ...
-    def __getitem__(self, i: int | slice) -> File | tuple[File, ...]:
-        if isinstance(i, slice):
-            return tuple(self[j] for j in range(*i.indices(len(self))))
+    def __iter__(self) -> Iterator[File]:
+        return map(self.__getitem__, range(len(self)))
+
+    def __getitem__(self, i: int) -> File:
         place, size = (self.rank[i], self.part_id[i], Tier(self.tier[i])), (self.nbytes[i], self.data_start[i])
         return File(*place, *size, self.first_block[i], self.origin[i])
 
@@ -181,8 +162,7 @@ class Files(Sequence[File]):
         return numbers
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(NamedTuple):
     """One chunk of the index: a zstd frame with consecutive rows of one layout."""
 
     layout_id: int
@@ -235,6 +215,10 @@ class Manifest:
     """The packed tree of state that all ranks share."""
     writer: Mapping[str, str] = field(default_factory=dict)
     """The program, versions and time of the save, for people."""
+    _sought: dict[str, int | None] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """What ``name_id`` has returned for the names that it has looked for among all names."""
+    _grids: dict[tuple[int, int], Grid] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """The grids that ``grid_of`` has made, by the ids of the shape and of the sections."""
 
     @cached_property
     def name_ids(self) -> dict[str, int]:
@@ -252,11 +236,6 @@ class Manifest:
                 self._sought[name] = self.names.index(name)
         return self._sought[name]
 
-    @cached_property
-    def _sought(self) -> dict[str, int | None]:
-        """What ``name_id`` has returned for the names that it has looked for among all names."""
-        return {}
-
     def grid(self, part_id: int, row: int) -> Grid:
         """Returns the grid of the tensor in a row of a part."""
         part = self.parts[part_id]
@@ -271,11 +250,6 @@ class Manifest:
         return grid
 
     @cached_property
-    def _grids(self) -> dict[tuple[int, int], Grid]:
-        """The grids that ``grid`` has made, by the ids of the shape and of the sections."""
-        return {}
-
-    @cached_property
     def numel(self) -> Ints:
         """For each shape, the number of elements of a tensor."""
         return np.array([*map(math.prod, self.shapes)], np.int64)
@@ -287,10 +261,7 @@ class Manifest:
 
     def file_numbers(self, rank: Ints, part_id: int, tier: Ints) -> Ints:
         """Returns the numbers of the data files of some pieces of a part, and -1 for each piece that no data file is
-        listed for.
-
-        ``rank`` and ``tier`` have one item for each piece.
-        """
+        listed for. ``rank`` and ``tier`` have one item for each piece."""
         if not self.files:
             return np.full_like(rank, -1)
         place = (rank * len(self.parts) + part_id) * len(Tier) + tier
@@ -344,18 +315,13 @@ def encode(manifest: Manifest) -> bytes:
             ],
             "aliases": dict(manifest.aliases),
             "files": {
-                "rank": manifest.files.rank,
-                "part": manifest.files.part_id,
-                "tier": manifest.files.tier,
-                "bytes": manifest.files.nbytes,
-                "data_start": manifest.files.data_start,
-                "first_block": manifest.files.first_block,
+                column: getattr(manifest.files, attribute)
+                for column, attribute in zip(_FILE_COLUMNS, File._fields, strict=False)
             },
             "digests": manifest.digests,
             "index_bytes": manifest.index_bytes,
             "chunks": {
-                column: [getattr(chunk, attribute) for chunk in manifest.chunks]
-                for column, attribute in _CHUNK_COLUMNS.items()
+                column: [chunk[number] for chunk in manifest.chunks] for number, column in enumerate(_CHUNK_COLUMNS)
             },
             "state": manifest.state,
             **({"shared": shared} if shared else {}),
@@ -376,36 +342,36 @@ def decode(raw: bytes) -> Manifest:
         raise broken("M004", f"it is longer than {MANIFEST_BYTES_MAX} bytes", file=names.MANIFEST)
     version, packed_body = _open_envelope(raw)
     body = unpack_body(packed_body)
-    get = Fields(body, "body")
+    fields = Fields(body, "body")
     if _version(body.get("version")) != version:
         raise broken("M001", "envelope and body differ in their version", file=names.MANIFEST)
-    requires = get.strings("requires")
+    requires = fields.strings("requires")
     unknown = [feature for feature in requires if feature not in FEATURES]
     if unknown:
         raise broken(
             "M006", f"needs {', '.join(unknown)}", file=names.MANIFEST, hint="upgrade zckpt to read this checkpoint"
         )
-    save_id = get.string("save_id")
+    save_id = fields.get("save_id", str)
     names.check_save_id(save_id, file=names.MANIFEST)
-    block_bytes = get.integer("block_bytes", BLOCK_BYTES_MIN, BLOCK_BYTES_MAX)
+    block_bytes = fields.integer("block_bytes", BLOCK_BYTES_MIN, BLOCK_BYTES_MAX)
     if block_bytes % BLOCK_BYTES_MIN:  # Then an element could be in two blocks.
         raise broken("M005", f"blocks of {block_bytes} bytes", file=names.MANIFEST)
     manifest = Manifest(
         save_id=save_id,
-        step=get.integer("step", 0, TENSOR_BYTES_MAX),
-        world_size=get.integer("world_size", 1, WORLD_SIZE_MAX),
+        step=fields.integer("step", 0, TENSOR_BYTES_MAX),
+        world_size=fields.integer("world_size", 1, WORLD_SIZE_MAX),
         block_bytes=block_bytes,
-        names=tuple(get.strings("names")),
-        shapes=tuple(tuple(shape) if is_shape(shape) else _bad_shape(shape) for shape in get.array("shapes")),
-        grids=tuple(map(_grid, get.array("grids"))) if BOX in requires else ((),),
-        parts=tuple(_part(value, has_grids=BOX in requires) for value in get.array("parts")),
-        files=_files(get.map("files"), get.map("shared") if SHARED_FILES in requires else None, save_id),
-        digests=tuple(_digest(value) for value in get.array("digests")),
-        chunks=_chunks(get.map("chunks")),
-        index_bytes=get.integer("index_bytes", 0, TENSOR_BYTES_MAX),
-        aliases=get.string_map("aliases"),
-        state=get.binary("state"),
-        writer=get.string_map("writer"),
+        names=tuple(fields.strings("names")),
+        shapes=tuple(tuple(shape) if is_shape(shape) else _bad_shape(shape) for shape in fields.get("shapes", list)),
+        grids=tuple(map(_grid, fields.get("grids", list))) if BOX in requires else ((),),
+        parts=tuple(_part(value, has_grids=BOX in requires) for value in fields.get("parts", list)),
+        files=_files(fields.map("files"), fields.map("shared") if SHARED_FILES in requires else None, save_id),
+        digests=tuple(_digest(value) for value in fields.get("digests", list)),
+        chunks=_chunks(fields.map("chunks")),
+        index_bytes=fields.integer("index_bytes", 0, TENSOR_BYTES_MAX),
+        aliases=fields.string_map("aliases"),
+        state=fields.get("state", bytes),
+        writer=fields.string_map("writer"),
     )
     _check(manifest, many_pieces=PIECES in requires)
     if BOX in requires and not any(part.grid_ids.any() for part in manifest.parts):
@@ -421,7 +387,10 @@ def _open_envelope(raw: bytes) -> tuple[tuple[int, int], memoryview]:
     first = _next(items, 2)
     if len(first) < 2 or first[0] != msgpack.packb(_MAGIC):
         raise broken("M001", "not a zckpt manifest", file=names.MANIFEST)
-    version = _unpack_version(first[1])
+    version = None
+    if len(first[1]) <= _VERSION_BYTES_MAX:
+        with suppress(*packed.ERRORS):
+            version = _version(msgpack.unpackb(first[1]))
     if version is None or version[0] != VERSION[0]:
         raise broken(
             "M002",
@@ -451,16 +420,6 @@ def _next(items: Iterator[memoryview], count_max: int) -> list[memoryview]:
         return list(islice(items, count_max))
     except packed.ERRORS as error:
         raise broken("M001", f"not a manifest: {error or type(error).__name__}", file=names.MANIFEST) from error
-
-
-def _unpack_version(raw: memoryview) -> tuple[int, int] | None:
-    """Returns the version that ``raw`` is, or None if it is not a version."""
-    if len(raw) > _VERSION_BYTES_MAX:
-        return None
-    try:
-        return _version(msgpack.unpackb(raw))
-    except packed.ERRORS:
-        return None
 
 
 def _version(value: object) -> tuple[int, int] | None:
@@ -494,13 +453,13 @@ def _part(value: object, *, has_grids: bool) -> Part:
     """Returns a part from its map in the manifest. Raises FormatError (M005, M009, M010, N003)."""
     if not isinstance(value, dict):
         raise broken("M005", "a part that is not a map", file=names.MANIFEST)
-    get = Fields(value, "parts")
-    name = get.string("name")
+    fields = Fields(value, "parts")
+    name = fields.get("name", str)
     names.check_part_name(name, file=names.MANIFEST)
-    name_ids = get.column("names")
-    grid_ids = get.column("grids") if has_grids and "grids" in get.values else np.zeros(len(name_ids), np.int64)
-    columns = (name_ids, get.column("shapes"), get.dtype_ids("dtypes"), grid_ids)
-    part = Part(name, get.integer("layout", 0, NAMES_MAX), *columns)
+    name_ids = fields.column("names")
+    grid_ids = fields.column("grids") if has_grids and "grids" in fields.values else np.zeros(len(name_ids), np.int64)
+    columns = (name_ids, fields.column("shapes"), fields.dtype_ids("dtypes"), grid_ids)
+    part = Part(name, fields.integer("layout", 0, NAMES_MAX), *columns)
     if len({len(column) for column in columns}) > 1:
         raise broken("M010", f"the columns of part {name} differ in length", file=names.MANIFEST)
     if (np.diff(name_ids) <= 0).any():
@@ -508,13 +467,10 @@ def _part(value: object, *, has_grids: bool) -> Part:
     return part
 
 
-def _files(get: Fields, shared: Fields | None, save_id: str) -> Files:
-    """Returns the data files. Raises FormatError (M005, M014, N004).
-
-    ``shared`` is the field of that name, or None if the checkpoint has no shared files.
-    """
-    columns = [tuple(column) for column in get.columns("rank", "part", "tier", "bytes", "data_start", "first_block")]
-    rank, part, tier, nbytes, data_start, first_block = columns
+def _files(fields: Fields, shared: Fields | None, save_id: str) -> Files:
+    """Returns the data files. ``shared`` is the field of that name, or None if the checkpoint has no shared files.
+    Raises FormatError (M005, M014, N004)."""
+    rank, part, tier, nbytes, data_start, first_block = map(tuple, fields.columns(*_FILE_COLUMNS))
     origin = [""] * len(rank)
     if shared is not None and not shared.values:
         raise broken("M014", f"needs {SHARED_FILES}, and lists no file that is shared", file=names.MANIFEST)
@@ -536,10 +492,10 @@ def _files(get: Fields, shared: Fields | None, save_id: str) -> Files:
     return Files(rank, part, tier, nbytes, data_start, first_block, tuple(origin))
 
 
-def _chunks(get: Fields) -> tuple[Chunk, ...]:
+def _chunks(fields: Fields) -> tuple[Chunk, ...]:
     """Returns the chunks of the index. Raises FormatError (M005)."""
-    columns = get.columns(*list(_CHUNK_COLUMNS)[:-1])
-    digests = [_digest(value) for value in get.array("digest")]
+    columns = fields.columns(*_CHUNK_COLUMNS[:-1])
+    digests = [_digest(value) for value in fields.get("digest", list)]
     if len(digests) != len(columns[0]):
         raise broken("M005", "the columns of 'chunks' differ in length", file=names.MANIFEST)
     return tuple(Chunk(*row) for row in zip(*columns, digests, strict=True))

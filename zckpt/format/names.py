@@ -1,7 +1,5 @@
-"""Names of tensors, parts, pieces, files and directories.
-
-All paths are relative to the checkpoint's directory, and have ``/`` between their components.
-"""
+"""Names of tensors, parts, pieces, files and directories. Paths are relative to the checkpoint's directory, with ``/``
+between components."""
 
 from __future__ import annotations
 
@@ -138,8 +136,7 @@ def partial_name(name: str, start: int, stop: int) -> str:
 
 
 def split_piece_name(entry: str) -> tuple[str, int, int] | None:
-    """Returns ``(name, start, stop)`` if ``entry`` is the name of a partial piece, and None if it is the name of a
-    whole tensor."""
+    """Returns ``(name, start, stop)`` if ``entry`` is the name of a partial piece, otherwise None."""
     match = _PIECE.fullmatch(entry)
     return (match[1], int(match[2]), int(match[3])) if match else None
 
@@ -189,8 +186,7 @@ def rank_dir(save_id: str, rank: int) -> str:
 def split_rank_dir(name: str) -> int | None:
     """Returns the rank if this is the name of a rank's directory, otherwise None."""
     match = _RANK.fullmatch(name)
-    rank = int(match[1]) if match else None
-    return rank if rank is not None and name == f"rank-{rank:05d}" else None
+    return int(match[1]) if match and name == f"rank-{int(match[1]):05d}" else None
 
 
 def digests_path(save_id: str, rank: int) -> str:

@@ -14,9 +14,6 @@ if TYPE_CHECKING:
 
     from zckpt.geometry import Ints
 
-TOO_DEEP = msgpack.StackError
-"""The error that ``unpack`` raises for a value that is nested deeper than msgpack's parser can go. It is one of
-ERRORS."""
 ERRORS = (ValueError, TypeError, msgpack.UnpackException)
 """The errors that ``unpack`` raises for bytes that are not one msgpack value."""
 _RUNS_MAX = 8
@@ -55,11 +52,8 @@ def _next(reader: Any, raw: memoryview) -> memoryview:
 
 
 def items(raw: memoryview) -> Iterator[memoryview]:
-    """Yields the items of a packed array, each of them still packed.
-
-    It looks at the bytes behind an item only when the next item is asked for. It raises ERRORS for bytes that are not
-    one msgpack array, also if more bytes follow the array.
-    """
+    """Yields the items of a packed array, each of them still packed. It looks at the bytes behind an item only when the
+    next one is asked for. Raises ERRORS for bytes that are not one msgpack array, also if more bytes follow it."""
     reader = _reader(raw)
     for _ in range(reader.read_array_header()):
         yield _next(reader, raw)
@@ -112,8 +106,7 @@ def words(raw: memoryview, known: Sequence[str]) -> NDArray[np.uint8] | None:
 
 
 def array_header(raw: memoryview) -> tuple[int, int]:
-    """Returns the length of a packed array, and the position of its first item. The length is -1 if ``raw`` is
-    something else than an array."""
+    """Returns the length of a packed array, or -1 if ``raw`` is none, and the position of its first item."""
     if raw[0] & 0xF0 == 0x90:
         return raw[0] & 0x0F, 1
     length = raw[1 : 1 + _LENGTH_BYTES.get(raw[0], 0)]
@@ -125,13 +118,12 @@ class TooManyError(Exception):
 
 
 class Containers:
-    """The number of arrays and maps that may still be unpacked."""
+    """The number of arrays and maps that may still be unpacked. ``take`` counts one, or raises TooManyError."""
 
     def __init__(self, remaining: int) -> None:
         self.remaining = remaining
 
     def take(self) -> None:
-        """Counts one more array or map. Raises TooManyError if it is not allowed any more."""
         self.remaining -= 1
         if self.remaining < 0:
             raise TooManyError

@@ -55,11 +55,10 @@ def pack(
 ) -> bytes:
     """Returns the bytes of the tree whose root is ``value``. Errors call the root ``path``.
 
-    ``put`` is called with the path and the value of everything that is not a plain value. It stores a tensor or array
-    and returns its extension type and name, or returns a plain value to pack instead, or None if the value cannot be
-    kept. ``put_key`` is called with the path of a map and each key in it that is not a plain one. It returns a plain
-    key to pack instead, or None if the key cannot be kept. Raises StateError, which names the path, if a tree cannot
-    contain a value.
+    ``put`` gets the path and the value of everything that is not a plain value. It stores a tensor or array and returns
+    its extension type and name, or returns a plain value to pack instead, or None if the value cannot be kept.
+    ``put_key`` gets the path of a map and each key in it that is not a plain one. It returns a plain key to pack
+    instead, or None. Raises StateError, which names the path, if a tree cannot contain a value.
     """
     encoder = _Encoder(put, put_key)
     return encoder.packed(encoder.encode(value, path, 0), path)
@@ -194,8 +193,7 @@ class _Decoder:
         self.referenced: set[str] = set()
 
     def decode(self, raw: bytes, depth: int) -> Any:
-        """Returns the value in ``raw``, which is the tree itself or the payload of an extension. ``depth`` is the
-        number of payloads around it."""
+        """Returns the value in ``raw``: the tree, or the payload of an extension with ``depth`` payloads around it."""
         if depth > TREE_DEPTH_MAX:
             raise broken("T002", "the tree is nested too deep", file=self.file)
         self.nbytes += len(raw)
@@ -207,7 +205,7 @@ class _Decoder:
             raise
         except packed.TooManyError as error:
             raise broken("T004", f"the tree has more than {CONTAINERS_MAX} arrays and maps", file=self.file) from error
-        except packed.TOO_DEEP as error:
+        except msgpack.StackError as error:
             raise broken("T002", "the tree is nested deeper than the parser goes", file=self.file) from error
         except packed.ERRORS as error:
             raise broken("T001", f"cannot be parsed: {error or type(error).__name__}", file=self.file) from error

@@ -77,8 +77,7 @@ class PieceColumns:
         return len(self.tensor)
 
 
-@dataclass(frozen=True, slots=True)
-class FileRecord:
+class FileRecord(NamedTuple):
     """The sizes of a data file in bytes, the number of its first digest in the rank's digest table, and its pieces."""
 
     part: str
@@ -94,8 +93,7 @@ class FileRecord:
 
 @dataclass(frozen=True, slots=True)
 class RankRecord:
-    """What the data files of one rank hold, and the digest of the rank's digest table. Until the digest is known, it is
-    all zeros."""
+    """What the data files of one rank hold, and the digest of its digest table: all zeros until it is known."""
 
     rank: int
     digest: bytes
@@ -139,10 +137,9 @@ def pack(value: RankRecord) -> bytes:
         [_packed(getattr(columns, name)) for name in PieceColumns.__dataclass_fields__]
         for columns in value.piece_columns
     ]
-    files = [[f.part, f.tier, f.nbytes, f.data_start, f.first_block, f.columns_id, f.origin] for f in value.files]
     names, kind, kinds = value.tensors
     tensors = msgpack.packb([names, kind, [*map(msgpack.packb, kinds)]])
-    raw = msgpack.packb([value.rank, value.digest, tensors, piece_columns, files])
+    raw = msgpack.packb([value.rank, value.digest, tensors, piece_columns, value.files])
     return zstandard.ZstdCompressor(level=1).compress(raw)
 
 
@@ -154,12 +151,8 @@ def _packed(column: Ints) -> tuple[str, bytes]:
 
 
 def unpack(raws: Iterable[bytes]) -> list[RankRecord]:
-    """Returns the records that ``pack`` has packed, in the order of their ranks.
-
-    Equal things become one object, because a thousand ranks may each have pieces of a thousand tensors: the names of
-    tensors that several ranks have pieces of, their kinds, lists of tensors, which are mostly the same on many ranks,
-    and columns, such as the offsets of equal shares.
-    """
+    """Returns the records that ``pack`` has packed, in the order of their ranks. Equal names, kinds, lists of tensors
+    and columns become one object, because a thousand ranks may each have pieces of the same thousand tensors."""
     names: dict[str, str] = {}
     known_kinds: dict[bytes, Kind] = {}
     lists: dict[bytes, Tensors] = {}
@@ -290,19 +283,16 @@ def _pieces_of_chunk(placed: Sequence[tuple[_FilePieces, Ints | None, Sequence[i
 
 
 def _rows(part: str, columns: Sequence[Ints], numbered: _Numbered) -> Rows:
-    """Returns the rows of one chunk of a part.
-
-    ``columns`` are int64 arrays with an entry for each piece of the chunk: name, kind, start, numel, copy, offset,
-    block, rank, tier. The pieces are in the order of their names, copies and starts. Raises RankError if ranks disagree
-    about a tensor, and FormatError (I005) if the pieces of all ranks do not make up whole tensors.
-    """
+    """Returns the rows of one chunk of a part. ``columns`` are int64 arrays with an entry for each piece, in the order
+    of their names, copies and starts. Raises RankError if ranks disagree about a tensor, and FormatError (I005) if the
+    pieces of all ranks do not make up whole tensors."""
     name, kind, start, length, copy, offset, block, rank, tier = columns
     row_name, first, count = np.unique(name, return_index=True, return_counts=True)
     row_kind, kinds = kind[first], [*numbered.kinds]
     differs = np.flatnonzero(kind != np.repeat(row_kind, count))
     if len(differs):
         pair = (differs[0], first[np.searchsorted(first, differs[0], "right") - 1])
-        label, (one, other) = _label(numbered, name[differs[0]]), (kinds[kind[at]] for at in pair)
+        label, (one, other) = [*numbered.names][name[differs[0]]], (kinds[kind[at]] for at in pair)
         this_rank, other_rank = (int(rank[at]) for at in pair)
         raise RankError(
             f"{part}/{label} is {_described(*one)} on rank {this_rank}, {_described(*other)} on rank {other_rank}",
@@ -311,16 +301,15 @@ def _rows(part: str, columns: Sequence[Ints], numbered: _Numbered) -> Rows:
         )
     rows = Rows(row_name, count, rank, tier, length, offset, block)
     numel = np.array([math.prod(shape) for shape, _, _ in kinds], np.int64)[row_kind]
-    wrong = _wrong_starts(rows, name, copy, start, numel)
+    # A reader has to compute the start and the copy of each piece, because the index does not store where pieces start.
+    read_start, read_copy = index_format.starts_and_copies(rows, numel)
+    wrong = start != read_start
+    wrong[1:] |= (name[1:] == name[:-1]) & ((copy[1:] == copy[:-1]) != (read_copy[1:] == read_copy[:-1]))
+    wrong &= np.repeat(numel, count) > 0
     if wrong.any():
-        label = _label(numbered, name[np.argmax(wrong)])
+        label = [*numbered.names][name[np.argmax(wrong)]]
         raise broken("I005", "the pieces of all ranks leave a gap or overlap", key=f"{part}/{label}")
     return rows
-
-
-def _label(numbered: _Numbered, number: int) -> str:
-    """Returns the name with a number, for an error."""
-    return [*numbered.names][number]
 
 
 def _described(shape: tuple[int, ...], dtype: str, sections: Sections) -> str:
@@ -328,16 +317,6 @@ def _described(shape: tuple[int, ...], dtype: str, sections: Sections) -> str:
     return f"{dtype} {list(shape)}" + (
         f" in the sections {reprlib.repr(packed_sections(sections))}" if sections else ""
     )
-
-
-def _wrong_starts(rows: Rows, name: Ints, copy: Ints, start: Ints, numel: Ints) -> NDArray[np.bool]:
-    """Returns, for each piece, whether a reader would compute another start or copy for it than the ranks have recorded
-    (I005). A reader has to compute them, because the index does not store where pieces start."""
-    read_start, read_copy = index_format.starts_and_copies(rows, numel)
-    wrong: NDArray[np.bool] = start != read_start
-    wrong[1:] |= (name[1:] == name[:-1]) & ((copy[1:] == copy[:-1]) != (read_copy[1:] == read_copy[:-1]))
-    wrong &= np.repeat(numel, rows.count) > 0
-    return wrong
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,16 +337,24 @@ class SaveMetadata:
 
 def catalog(rank_records: Sequence[RankRecord], save_id: str, metadata: SaveMetadata) -> tuple[bytes, bytes]:
     """Returns ``(manifest, index)``, the bytes of both files. They are checked by the rules that a reader checks.
-    ``rank_records`` has one record for each rank.
-
-    An alias whose tensor no part holds is left out. Raises RankError if ranks disagree about a tensor, UnsupportedError
-    if there are more pieces than a checkpoint can have, FormatError if the pieces of all ranks do not make up whole
-    tensors, or for anything else that a reader would refuse.
-    """
-    _check_pieces(rank_records)
+    ``rank_records`` has one record for each rank. An alias whose tensor no part holds is left out. Raises RankError if
+    ranks disagree about a tensor, UnsupportedError if there are more pieces than a checkpoint can have, and FormatError
+    for anything that a reader would refuse, such as pieces that do not make up whole tensors."""
+    pieces = sum(len(record.piece_columns[file.columns_id]) for record in rank_records for file in record.files)
+    if pieces > MANY_PIECES_MAX:  # Tables of them would take much memory.
+        parts = {file.part for record in rank_records for file in record.files}
+        raise UnsupportedError(
+            f"the checkpoint would have {pieces:,} pieces of tensors ({len(rank_records):,} ranks, "
+            f"{len(parts)} parts); the format can hold {MANY_PIECES_MAX:,}",
+            rule="M013",
+            hint="leave parts out with `exclude`, and write them as a checkpoint of their own with `parts`",
+        )
     # A function of its own, so that what it takes beside its result is free before the check.
     raw, index = _encoded(rank_records, save_id, metadata)
-    _check(raw, index)
+    # Both are read back before they are committed, while the state that they describe still exists.
+    manifest = manifest_format.decode(raw)
+    for chunk in manifest.chunks:
+        index_format.decode(index[chunk.offset : chunk.offset + chunk.nbytes], chunk, manifest)
     return raw, index
 
 
@@ -450,25 +437,3 @@ def run_id_of(manifest: Manifest) -> str:
 def with_digests(manifest: bytes, digests: Sequence[bytes]) -> bytes:
     """Returns the same manifest with the digests of the digest tables of all ranks."""
     return manifest_format.encode(replace(manifest_format.decode(manifest), digests=tuple(digests)))
-
-
-def _check_pieces(rank_records: Sequence[RankRecord]) -> None:
-    """Raises UnsupportedError if there are too many pieces. The caller does this before it makes tables of them, which
-    would take much memory."""
-    pieces = sum(len(record.piece_columns[file.columns_id]) for record in rank_records for file in record.files)
-    if pieces > MANY_PIECES_MAX:
-        parts = {file.part for record in rank_records for file in record.files}
-        raise UnsupportedError(
-            f"the checkpoint would have {pieces:,} pieces of tensors ({len(rank_records):,} ranks, "
-            f"{len(parts)} parts); the format can hold {MANY_PIECES_MAX:,}",
-            rule="M013",
-            hint="leave parts out with `exclude`, and write them as a checkpoint of their own with `parts`",
-        )
-
-
-def _check(raw: bytes, index: bytes) -> None:
-    """Reads back the manifest and the index that are about to be committed, while the state that they describe still
-    exists."""
-    manifest = manifest_format.decode(raw)
-    for chunk in manifest.chunks:
-        index_format.decode(index[chunk.offset : chunk.offset + chunk.nbytes], chunk, manifest)

@@ -1,12 +1,11 @@
 """Plans reads from ranges of pieces. Blocks are read whole if their digests are checked, adjacent bytes are read
 together, each byte is read once, and long ranges go straight to their target. Where another request would cost more,
-the bytes between two ranges are read too. Equally spaced ranges are read as one range, and copied from there with one
-stride."""
+the bytes between two ranges are read too. Equally spaced ranges are read as one, and copied with one stride."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, starmap
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -32,19 +31,15 @@ STRAIGHT_BYTES_MAX = 16 << 20
 write needs no buffer. The larger it is, the less of the processor's time it takes for each byte. But if it were larger
 than this, some threads might end long before others."""
 SPACED_GAP_BYTES = 64 << 10
-"""The most bytes between two equally spaced ranges that are read together. A further request takes longer than reading
-so many bytes."""
+"""The most bytes between two equally spaced ranges that are read together. Another request would take longer."""
 
 
 @dataclass(frozen=True, slots=True)
 class TargetPlaces:
-    """Where the targets of a load are in the memory of the host.
-
-    ``address`` is an int64 column with the address of the first byte of each target. It is -1 for a target that cannot
-    take stored bytes as they are, because it is on a device or has another dtype. Direct I/O needs memory whose address
-    is a multiple of ``memory_bytes``, and ranges of a file that begin and end at multiples of ``offset_bytes``. Both
-    are powers of two.
-    """
+    """Where the targets of a load are in the memory of the host. ``address`` is an int64 column with the address of the
+    first byte of each target, or -1 for a target that cannot take stored bytes as they are, because it is on a device
+    or has another dtype. Direct I/O needs memory whose address is a multiple of ``memory_bytes``, and ranges of a file
+    that begin and end at multiples of ``offset_bytes``. Both are powers of two."""
 
     address: Ints
     memory_bytes: int
@@ -59,10 +54,8 @@ class Segments(NamedTuple):
     ``nbytes`` is the size of the segment, ``block`` the number of the digest that covers exactly these bytes (-1 if
     none is checked), and ``copies`` the number of copies that are made of ranges of the segment. ``address`` is the
     memory that takes all of the segment as it is, or -1 if there is no such memory. ``straight``, a column of bool,
-    says whether direct I/O reads the segment straight into that memory, except for its edges.
-
-    The other columns are those of ``StridedCopy``, and have an entry for each copy. ``source`` is a byte of the
-    segment.
+    says whether direct I/O reads the segment straight into that memory, except for its edges. ``copy`` has the copies
+    of all segments, whose ``source`` is a byte of the segment.
     """
 
     nbytes: Ints
@@ -70,24 +63,13 @@ class Segments(NamedTuple):
     address: Ints
     straight: NDArray[np.bool_]
     copies: Ints
-    target: Ints
-    target_offset: Ints
-    target_stride: Ints
-    runs: Ints
-    run_bytes: Ints
-    source: Ints
-    source_stride: Ints
-
-    def copies_of(self, which: slice | Ints | NDArray[np.bool_]) -> Copies:
-        """Returns the copies that ``which`` selects."""
-        return Copies._make(getattr(self, name)[which] for name in Copies._fields)
+    copy: Copies
 
 
 class StridedCopy(NamedTuple):
     """A copy of equally spaced runs of ``run_bytes`` bytes. The first of the ``runs`` runs begins at byte ``source``,
     and goes to byte ``target_offset`` of target number ``target``. Each further one begins ``source_stride`` bytes
-    later, and goes to a place ``target_stride`` bytes later in the target. Bytes of the target count as stored bytes,
-    too."""
+    later, and goes ``target_stride`` bytes further in the target. Bytes of the target count as stored bytes."""
 
     target: int
     target_offset: int
@@ -114,7 +96,7 @@ class Copies(NamedTuple):
     source: Ints
     source_stride: Ints
 
-    def take(self, which: NDArray[np.bool_]) -> Copies:
+    def take(self, which: slice | Ints | NDArray[np.bool_]) -> Copies:
         """Returns the copies that ``which`` selects."""
         return Copies._make(column[which] for column in self)
 
@@ -165,28 +147,18 @@ def joined_copies(segments: Segments, wanted: NDArray[np.bool_]) -> list[Strided
     """Returns the copies to the targets for which ``wanted`` is true, in the order of the targets. ``source`` is a byte
     of the read. Copies of adjacent bytes to adjacent bytes of one target are joined into one."""
     segment = np.repeat(np.arange(len(segments.nbytes)), segments.copies)
-    source = (np.cumsum(segments.nbytes) - segments.nbytes)[segment] + segments.source
-    order = np.lexsort((source, segments.target))
-    order = order[wanted[segments.target[order]]]
-    if not len(order):
+    starts = (np.cumsum(segments.nbytes) - segments.nbytes)[segment]
+    copies = segments.copy._replace(source=starts + segments.copy.source)
+    order = np.lexsort((copies.source, copies.target))
+    copies = copies.take(order[wanted[copies.target[order]]])
+    target, target_offset, _, runs, run_bytes, source, _ = copies
+    if not len(target):
         return []
-    source, run_bytes, target, target_offset, runs = (
-        column[order] for column in (source, segments.run_bytes, segments.target, segments.target_offset, segments.runs)
-    )
-    begins = np.ones(len(order), bool)
+    begins = np.ones(len(target), bool)
     begins[1:] = (target[1:] != target[:-1]) | (source[1:] != source[:-1] + run_bytes[:-1])
     begins[1:] |= (target_offset[1:] != target_offset[:-1] + run_bytes[:-1]) | (runs[1:] > 1) | (runs[:-1] > 1)
     first = np.flatnonzero(begins)
-    joined = Copies(
-        target[first],
-        target_offset[first],
-        segments.target_stride[order][first],
-        runs[first],
-        np.add.reduceat(run_bytes, first),
-        source[first],
-        segments.source_stride[order][first],
-    )
-    return joined.rows()
+    return copies.take(first)._replace(run_bytes=np.add.reduceat(run_bytes, first)).rows()
 
 
 def plan_reads(
@@ -276,16 +248,12 @@ def plan_reads(
     straight, inner, edges = _straight(cuts, start_at, stop_at, address, places)
     bounds = [*cuts, len(file)]
     first, last = np.array(bounds[:-1], np.int64), np.array(bounds[1:], np.int64) - 1
-    segments = _cut((nbytes, block, address, straight, copies), bounds)
-    segment_copies = _cut(copy_columns, np.append(first_copy, len(order))[bounds].tolist())
-    columns = (file[first], start_at[first], stop_at[last] - start_at[first], is_urgent[first])
+    of_segments = _cut((nbytes, block, address, straight, copies), bounds)
+    of_copies = _cut(copy_columns, np.append(first_copy, len(order))[bounds].tolist())
+    segments = (Segments._make((*one, Copies._make(other))) for one, other in zip(of_segments, of_copies, strict=True))
+    columns = (file[first], start_at[first], stop_at[last] - start_at[first])
     scalars = (column.tolist() for column in columns)
-    return tuple(
-        ReadOp(number, offset, read_bytes, Segments(*of_segments, *of_copies), inner_ranges, edge_ranges, urgent_read)
-        for number, offset, read_bytes, urgent_read, of_segments, of_copies, inner_ranges, edge_ranges in zip(
-            *scalars, segments, segment_copies, inner, edges, strict=True
-        )
-    )
+    return tuple(starmap(ReadOp, zip(*scalars, segments, inner, edges, is_urgent[first].tolist(), strict=True)))
 
 
 def _cut(columns: Sequence[NDArray[Any]], bounds: Sequence[int]) -> Iterator[tuple[NDArray[Any], ...]]:
@@ -329,10 +297,7 @@ def _straight(
     cuts: Sequence[int], start: Ints, stop: Ints, address: Ints, places: TargetPlaces
 ) -> tuple[NDArray[np.bool_], list[Ranges], list[Ranges]]:
     """Returns which segments are read straight into their memory, and the ranges ``inner`` and ``edges`` of each read.
-
-    ``cuts`` has the first segment of each read. ``start`` and ``stop`` are the bytes of the files at which the segments
-    begin and end.
-    """
+    ``cuts``: the first segment of each read. ``start``, ``stop``: where segments begin and end in the files."""
     shift = address - start
     begins = np.zeros(len(start), bool)  # where a run of segments begins that are adjacent in memory and in the file
     begins[np.array(cuts, np.int64)] = True

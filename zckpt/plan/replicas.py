@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The part of a set of replicas that one rank writes: one of ``count`` equal shares of each fragment, numbered
-    from 0."""
+    """What one rank writes of a set of replicas: one of ``count`` equal shares of each fragment, numbered from 0."""
 
     number: int
     count: int

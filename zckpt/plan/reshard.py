@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 
 
 class RequestedSpan(NamedTuple):
-    """Elements that are read for a request. They go to the target of the request, from its element ``target_start`` on,
-    in the order of the span."""
+    """Elements that are read for a request. They go to its target from element ``target_start`` on, in their order."""
 
     request: int
     span: Span
@@ -78,8 +77,7 @@ class PieceRanges:
     A piece occupies ``piece_bytes`` bytes of the data of file number ``file``, from byte ``piece_offset`` on. Its first
     digest has the number ``block`` among the digests of the file. A row has ``runs`` equally spaced ranges of the
     piece. The first one is its bytes ``[start, stop)``, which go to byte ``target_offset`` of target number ``target``.
-    Each further one begins ``source_stride`` bytes later in the piece, and goes to a place ``target_stride`` bytes
-    later in the target."""
+    Each further one begins ``source_stride`` bytes later in the piece, and goes ``target_stride`` bytes further."""
 
     file: Ints
     piece_offset: Ints
@@ -142,8 +140,7 @@ class PieceRanges:
 
 def choose_copies(row: Ints, copy: Ints, holder: Ints, rank: int | None) -> Ints:
     """Chooses the copy of each row that is read: the first copy that ``rank`` alone holds if there is one, otherwise
-    copy 0. The columns have an entry for each piece: its row, in ascending order, its copy, and the rank that holds
-    it."""
+    copy 0. The columns have for each piece its row, in ascending order, its copy, and the rank that holds it."""
     none = len(copy)
     chosen = np.full(int(row.max(initial=-1)) + 1, none)
     if rank is not None and len(row):

@@ -22,8 +22,7 @@ COMPARED_MAX = 10_000
 
 def several(names: _Names) -> _Names | tuple[str]:
     """Returns the names that a caller has given as a collection. A single string is one name, and not a collection of
-    letters. Raises TypeError for a value that is neither None nor a collection, and for one of other things than
-    names."""
+    letters. Raises TypeError for a value that is neither None nor a collection of names."""
     if isinstance(names, str):
         return (names,)
     if names is not None and not isinstance(names, Iterable):
@@ -34,8 +33,7 @@ def several(names: _Names) -> _Names | tuple[str]:
 
 
 def select(keys: Sequence[str], wanted: Keys, aliases: Mapping[str, str] = MappingProxyType({})) -> list[str]:
-    """Returns the keys that ``wanted`` asks for, each once. First come those of ``keys``, in their order, then those
-    that contain an alias.
+    """Returns the keys that ``wanted`` asks for, each once: those of ``keys``, in their order, then further names.
 
     ``aliases`` maps each further name of a tensor to the name that it has in ``keys``. A key with a further name is
     selected if it is asked for literally, or by a glob that does not match the key in ``keys`` too. So ``master/*``

@@ -66,7 +66,6 @@ def common_files(
     records: Sequence[RankRecord], save_id: str, world_size: int, *, block_bytes: int
 ) -> tuple[CommonFile, ...]:
     """Returns the files that the ranks of a group write together. ``records``: what each of them would write alone.
-
     These are the files of which several ranks have one of the same part and tier, except where the rank of a piece has
     a meaning: for buffers, and for tensors with several copies. Raises UnsupportedError if there is more than the
     format can hold."""
@@ -100,9 +99,8 @@ def _common_file(
     numbers: Mapping[int, Ints],
     block_bytes: int,
 ) -> CommonFile | None:
-    """Returns the file that is made of the files of several ranks. ``tensors`` has all tensors of these ranks, and
-    ``numbers`` the position there of each tensor of each rank's record. Returns None if the file would have two entries
-    of one name."""
+    """Returns the file that is made of the files of several ranks, or None if it would have two entries of one name.
+    ``tensors``: all tensors of these ranks. ``numbers``: the position there of each tensor of each rank's record."""
     item_bytes = np.array([ITEM_BYTES[dtype] for _, (_, dtype, _) in tensors], np.int64)
     numel = [math.prod(shape) for _, (shape, *_) in tensors]
     entries: list[EntryFields] = []

@@ -36,8 +36,7 @@ SAMPLES, SAMPLE_BYTES = 4, 64 << 10
 no longer than all samples together, the system is asked about all of its pages. For a range of 16 MiB this would take
 5 % of the time that it takes to read it from the cache."""
 CAN_OPEN_BY_COMPONENT = os.open in os.supports_dir_fd and hasattr(os, "O_NOFOLLOW")
-"""Whether the system can open a file component by component. Then no link is followed, whatever other processes do to
-the path at the same time."""
+"""Whether the system can open a file component by component. Then no link is followed, whatever other processes do."""
 _REFUSED_LINK = {errno.ELOOP, errno.EMLINK, getattr(errno, "EFTYPE", errno.ELOOP), errno.ENOTDIR, errno.ENXIO}
 """The error numbers by which systems refuse to open a link, or something that is neither a file nor a directory: ELOOP
 on Linux and macOS, EMLINK on FreeBSD, EFTYPE on NetBSD, ENOTDIR for a component of the path, and ENXIO for a socket."""
@@ -103,27 +102,18 @@ class LocalReader:
             return linux.direct_alignment(fd)
 
     def read_direct(self, path: str, views: Sequence[Bytes | memoryview], offset: int) -> int:
-        total = sum(map(len, views))
-        filled = reads = 0
         try:
             with self.file(path, linux.O_DIRECT) as fd:
-                while filled < total:
-                    nbytes = read_at(fd, after(views, filled), offset + filled)
-                    reads += 1
-                    if nbytes == 0:
-                        break
-                    filled += nbytes
-        except OSError as error:
-            # Direct I/O also refuses to continue a read that has ended inside of a block. Then the bytes that were read
-            # before are returned.
+                return self._fill(fd, views, offset, path)
+        except StorageError as error:
             if not is_refused(error):
-                if isinstance(error, StorageError):
-                    raise
-                raise from_os_error(error, "read", self._full(path), offset + filled, offset + total) from error
+                raise
+            # Direct I/O also refuses to continue a read that has ended inside of a block. Then the bytes that were read
+            # before are returned. The error of ``_fill`` begins where they end.
+            filled = 0 if error.start is None else error.start - offset
             if not filled:
                 logger.debug("%s: read through the page cache, not past it: %s", self._full(path), error)
-        self.count.add(reads=reads, data_bytes=filled)
-        return filled
+            return filled
 
     def read_to_device(self, path: str, target: torch.Tensor, offset: int) -> int:
         if not gpudirect.serves(target.device):
@@ -135,30 +125,23 @@ class LocalReader:
 
     def read_into(self, path: str, views: Sequence[Bytes | memoryview], offset: int) -> int:
         with self.file(path) as fd:
-            nbytes, reads = self._fill(fd, views, offset, path)
-        self.count.add(reads=reads, data_bytes=nbytes)
-        return nbytes
+            return self._fill(fd, views, offset, path)
 
     def read_portions(
         self, path: str, portions: Sequence[Sequence[Bytes | memoryview]], offset: int, use: Callable[[int], None]
     ) -> int:
-        filled = reads = 0
-        try:
-            with self.file(path) as fd:
-                for number, views in enumerate(portions):
-                    nbytes, calls = self._fill(fd, views, offset + filled, path)
-                    filled += nbytes
-                    reads += calls
-                    if nbytes < sum(map(len, views)):
-                        break
-                    use(number)
-        finally:
-            self.count.add(reads=reads, data_bytes=filled)
+        filled = 0
+        with self.file(path) as fd:
+            for number, views in enumerate(portions):
+                nbytes = self._fill(fd, views, offset + filled, path)
+                filled += nbytes
+                if nbytes < sum(map(len, views)):
+                    break
+                use(number)
         return filled
 
-    def _fill(self, fd: int, views: Sequence[Bytes | memoryview], offset: int, path: str) -> tuple[int, int]:
-        """Fills ``views`` from byte ``offset`` on. Returns the number of bytes read, and the number of calls that it
-        took."""
+    def _fill(self, fd: int, views: Sequence[Bytes | memoryview], offset: int, path: str) -> int:
+        """Fills ``views`` from byte ``offset`` on. Returns the number of bytes read, and counts them."""
         total = sum(map(len, views))
         filled = reads = 0
         try:
@@ -170,7 +153,9 @@ class LocalReader:
                 filled += nbytes
         except OSError as error:
             raise from_os_error(error, "read", self._full(path), offset + filled, offset + total) from error
-        return filled, reads
+        finally:
+            self.count.add(reads=reads, data_bytes=filled)
+        return filled
 
     @contextmanager
     def file(self, path: str, flags: int = 0) -> Iterator[int]:

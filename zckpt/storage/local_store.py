@@ -151,8 +151,7 @@ class LocalStore(Store):
             if not _share_blocks(full, source.path):
                 logger.debug("%s: a hard link, since the file system shares no blocks with %s", full, source.path)
                 os.link(source.path, full)
-        # The files are on two file systems, or the file system has no links, or too many of them. The caller writes the
-        # bytes.
+        # The files are on two file systems, or there are no links, or too many of them. The caller writes the bytes.
         except OSError as error:  # StorageError is an OSError
             logger.debug("%s: written, not shared with %s: %s", full, source.path, error)
             return False
@@ -244,23 +243,18 @@ class LocalStore(Store):
         return content == data
 
     def _put_where_none_is(self, path: str, data: bytes, same: str) -> bool:
-        """Puts ``data`` at ``path`` if nothing is there. Returns whether it did. The file ``same`` has these bytes
-        already."""
+        """Puts ``data`` at ``path`` if nothing is there. Returns whether it did. The file ``same`` has these bytes."""
         try:
             # link(2) is the only call that network file systems either do once or do not do at all.
             os.link(same, self._full(path))
+            return True
         except FileExistsError:
             # The file may be the one of this very call: if the server's answer is lost, the client asks again.
             return os.stat(same).st_nlink == 2
         except OSError as error:
             if error.errno not in _NO_LINKS:
                 raise from_os_error(error, "link", self._full(path)) from error
-            return self._create(path, data)
-        return True
-
-    def _create(self, path: str, data: bytes) -> bool:
-        """Does the same as ``_put_where_none_is`` on a file system without links. Other processes may see the file
-        before it has its content."""
+        # On a file system without links, other processes may see the file before it has its content.
         try:
             self.put_new(path, data)
         except StorageError as error:
@@ -417,8 +411,7 @@ def _share_blocks(path: str, source: str) -> bool:
 
 
 def _retry_while_open(rename: Callable[[], None]) -> None:
-    """Calls ``rename``. On Windows, tries again for up to ``RENAME_WAIT_SECONDS`` while another process has the file
-    open."""
+    """Calls ``rename``. On Windows, tries again for ``RENAME_WAIT_SECONDS`` while others have the file open."""
     deadline = time.monotonic() + (RENAME_WAIT_SECONDS if sys.platform == "win32" else 0)
     while True:
         try:

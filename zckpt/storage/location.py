@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import posixpath
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import TYPE_CHECKING
@@ -109,11 +110,9 @@ class Location:
         """Returns the path relative to ``directory``, with ``/`` between the components. It is ``.`` for the same
         place, and begins with ``..`` if this location is not below ``directory``. If no relative path leads from
         ``directory`` to this location, returns the whole location as text."""
-        try:
+        with suppress(ValueError):  # two drives of Windows
             if self.scheme == directory.scheme:
                 return str(self._paths.relpath(self.path or os.curdir, directory.path)).replace(self._paths.sep, "/")
-        except ValueError:  # two drives of Windows
-            pass
         return str(self)
 
     @property

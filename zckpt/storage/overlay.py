@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from zckpt.storage.buffers import PAGE_BYTES
-from zckpt.storage.contract import IOCount
+from zckpt.storage.contract import IOCount, read_portions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -55,14 +55,7 @@ class OverlayReader:
     def read_portions(
         self, path: str, portions: Sequence[Sequence[Bytes | memoryview]], offset: int, use: Callable[[int], None]
     ) -> int:
-        direct = self._reader(path).direct
-        if direct is not None:
-            return direct.read_portions(path, portions, offset, use)
-        filled = self.read_into(path, [view for views in portions for view in views], offset)
-        if filled == sum(len(view) for views in portions for view in views):
-            for number in range(len(portions)):
-                use(number)
-        return filled
+        return read_portions(self._reader(path), path, portions, offset, use)
 
     def alignment(self, path: str) -> tuple[int, int]:
         direct = self._reader(path).direct

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,18 +14,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-@dataclass(frozen=True, slots=True)
-class _Version:
-    """The names of the files and fields in which one version of control groups reports memory."""
-
-    limits: tuple[str, ...]
-    used: str
-    inactive: str
-    """The field of ``memory.stat`` with the bytes of cached files that the kernel frees before it refuses memory."""
-
-
-_V1 = _Version(("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file")
-_V2 = _Version(("memory.max", "memory.high"), "memory.current", "inactive_file")
+# The files of a control group, of version 1 and of version 2. A group has those of one version.
+_LIMITS = ("memory.limit_in_bytes", "memory.max", "memory.high")
+_USED = ("memory.usage_in_bytes", "memory.current")
 
 
 def available_bytes(root: str = "/") -> int:
@@ -44,40 +34,39 @@ def available_bytes(root: str = "/") -> int:
             hint="say how much a write in the background may take: snapshot_bytes=",
         )
     available = 1024 * meminfo["MemAvailable:"]
-    for group, version in _groups(Path(root)):
+    for group in _groups(Path(root)):
         with suppress(OSError, ValueError):  # the topmost group has no such files
-            used = int((group / version.used).read_text())
+            (used,) = map(int, _texts(group, _USED))
             stat = _table(group / "memory.stat")
-            # Inside a container, the groups above it cannot be seen. Version 1 reports the smallest of their limits in
-            # this field.
+            # Inside a container, the groups above it cannot be seen. This is the smallest of their limits in version 1.
             limits = [stat.get("hierarchical_memory_limit", available + used)]
-            limits += [int(text) for text in _texts(group, version.limits) if text != "max"]
-            available = min(available, max(min(limits) - used + stat.get(version.inactive, 0), 0))
+            limits += [int(text) for text in _texts(group, _LIMITS) if text != "max"]
+            # The kernel frees these cached files before it refuses memory. That of version 1 includes groups below.
+            inactive = stat.get("total_inactive_file", stat.get("inactive_file", 0))
+            available = min(available, max(min(limits) - used + inactive, 0))
     return available
 
 
-def _groups(root: Path) -> Iterator[tuple[Path, _Version]]:
-    """Yields the directories of the control groups whose memory limits apply to this process, the innermost group
-    first."""
+def _groups(root: Path) -> Iterator[Path]:
+    """Yields the directories of the control groups whose memory limits apply to this process, from the innermost on."""
     with suppress(OSError):  # the kernel has no control groups
         lines = (root / "proc/self/cgroup").read_text().splitlines()
         for line in lines:
             number, controllers, path = line.split(":", 2)
             if number == "0" and not controllers:
-                yield from _ancestors(root, "cgroup2", "", path, _V2)
+                yield from _ancestors(root, "cgroup2", "", path)
             elif "memory" in controllers.split(","):
-                yield from _ancestors(root, "cgroup", "memory", path, _V1)
+                yield from _ancestors(root, "cgroup", "memory", path)
 
 
-def _ancestors(root: Path, kind: str, controller: str, path: str, version: _Version) -> Iterator[tuple[Path, _Version]]:
+def _ancestors(root: Path, kind: str, controller: str, path: str) -> Iterator[Path]:
     """Yields the directories of the group ``path`` of a hierarchy and of all visible groups above it."""
     for mounted, top in _mounts(root, kind, controller):
-        # In a container, the mounted hierarchy may begin at the container's own group, although `path` begins at the
-        # top.
+        # In a container, the mounted hierarchy may begin at the container's own group. `path` begins at the top.
         path_below_top = os.path.relpath(path, mounted) if _is_below(path, mounted) else "."
         group = top / path_below_top
         while True:
-            yield group, version
+            yield group
             if group == top or not _is_hierarchical(group.parent):
                 return
             group = group.parent
@@ -99,8 +88,7 @@ def _is_below(path: str, top: str) -> bool:
 
 
 def _is_hierarchical(group: Path) -> bool:
-    """Returns whether the group's limit also applies to the groups below it. In version 1, a switch decides this. In
-    version 2, it always applies."""
+    """Returns whether the group's limit also applies to the groups below it. Only version 1 has a switch for this."""
     with suppress(OSError):
         return (group / "memory.use_hierarchy").read_text().strip() != "0"
     return True

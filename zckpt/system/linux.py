@@ -49,8 +49,7 @@ _STATFS_BYTES = 256
 
 
 def processors() -> int:
-    """Returns the number of processors on which this process may run. A container's quota of processor time is not
-    taken into account."""
+    """Returns the number of processors on which this process may run. A quota of processor time does not count."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
@@ -61,8 +60,7 @@ def cached_bytes(fd: int, offset: int, nbytes: int) -> int:
         return 0
     counts = (ctypes.c_uint64 * 5)()
     succeeded = libc.syscall(CACHESTAT, fd, (ctypes.c_uint64 * 2)(offset, nbytes), counts, 0) == 0
-    # On an overlay, cachestat(2) finds nothing: the cached pages belong to the file in the layer below, where it does
-    # not look.
+    # On an overlay, cachestat(2) finds nothing: the cached pages belong to the file in the layer below.
     if succeeded and (counts[0] or not _is_on_overlay(fd)):
         return int(counts[0]) * mmap.PAGESIZE
     # This is the way for an overlay, for a Linux before 6.5, and for a file that belongs to another user.
@@ -147,8 +145,7 @@ def reserve(fd: int, nbytes: int) -> None:
 def share_blocks(fd: int, source_fd: int, source_offset: int, nbytes: int, offset: int) -> bool:
     """Makes ``nbytes`` bytes from byte ``offset`` of a file share the disk blocks of another file, without copying
     them. If ``nbytes`` is 0, shares all bytes up to the end of the other file. Returns False, and changes nothing, if
-    the file system cannot share them, or if ``offset``, ``source_offset`` or ``nbytes`` is not a multiple of its block
-    size."""
+    the file system cannot share them, or if an offset or ``nbytes`` is not a multiple of its block size."""
     if sys.platform != "linux":
         return False
     try:
@@ -212,8 +209,7 @@ def huge_pages() -> str | None:
 
 
 def file_system(path: str) -> str | None:
-    """Returns the type of the file system of a file or directory, such as ``ext4`` or ``nfs4``. Returns None if the
-    system does not report it."""
+    """Returns the type of the file system of a file or directory, such as ``nfs4``. Returns None if it is unknown."""
     if sys.platform != "linux":
         return None
     with suppress(OSError):

@@ -1,5 +1,4 @@
-"""Threads whose end is waited for: even if the wait is interrupted, or before the process ends. Also a count of what
-several threads have done."""
+"""Threads whose end is waited for: even if the wait is interrupted, or before the process ends."""
 
 from __future__ import annotations
 
@@ -47,8 +46,7 @@ class Worker:
 
     @property
     def in_parent(self) -> bool:
-        """Whether this process was forked while the function had not ended, so that only the parent can know its
-        end."""
+        """Whether this process was forked before the end of the function, which only the parent can know."""
         return not self._ended and self._process != os.getpid()
 
     def start(self) -> None:
@@ -92,22 +90,6 @@ class Worker:
                 del self._function  # so that nothing that it refers to outlives the wait for its end
                 self._ended = True
                 self._running.release()
-
-
-class Countdown:
-    """Counts calls of ``count``, which may come from several threads. Call number ``calls`` also calls ``action``."""
-
-    def __init__(self, calls: int, action: Callable[[], None]) -> None:
-        self._left = calls
-        self._action = action
-        self._lock = threading.Lock()
-
-    def count(self) -> None:
-        with self._lock:
-            self._left -= 1
-            is_last = not self._left
-        if is_last:
-            self._action()
 
 
 class Watcher:

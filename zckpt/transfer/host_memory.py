@@ -7,8 +7,8 @@ made faster than a view of each target, which takes longer than filling a small 
 
 Such a slice does not check bounds and keeps no memory alive. It is safe because of three rules:
 
-- The targets are contiguous, and the user of ``HostMemory`` keeps them alive. ``Targets`` does both.
-- ``check`` sees every range before the first byte is moved. ``run_reads`` calls it for all of its reads.
+- The targets are contiguous, and are kept alive. ``Targets`` does both.
+- ``Targets.check`` sees every range before the first byte is moved. ``run_reads`` calls it for all of its reads.
 - The reads are planned with ``address``, so that each range that is read straight into its target has the right
   address.
 """
@@ -23,12 +23,11 @@ import numpy as np
 from zckpt.storage.buffers import PAGE_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
-    import torch
     from numpy.typing import NDArray
 
-    from zckpt.plan.reads import Copies, StridedCopy
+    from zckpt.plan.reads import StridedCopy
     from zckpt.storage.buffers import Bytes
 
     Ints = NDArray[np.int64]
@@ -73,6 +72,14 @@ def gather(address: Ints, nbytes: Ints, start: Ints, staged: Bytes) -> None:
         room[to : to + size] = memory(from_, size)
 
 
+def scatter(address: Ints, nbytes: Ints, start: Ints, staged: Bytes) -> None:
+    """Copies ranges of ``staged`` to host memory. The columns are those of ``gather``. Adjacent ranges are copied as
+    one, even if their memory is that of several targets."""
+    view = memoryview(staged)
+    for to, from_, size in _joined(address, start, nbytes):
+        copy_to(to, view[from_ : from_ + size])
+
+
 def _joined(address: Ints, start: Ints, nbytes: Ints) -> Iterator[tuple[int, int, int]]:
     """Yields ``(address, start, nbytes)`` of the copies between memory and a buffer that are in these columns. Copies
     of adjacent bytes to adjacent bytes are joined into one."""
@@ -89,48 +96,3 @@ def copy_spaced(address: int, copy: StridedCopy, staged: Bytes) -> None:
     place = address - PAGE_BYTES + copy.target_offset
     target = np.ndarray(copy.runs, f"V{copy.run_bytes}", _ALL, place, copy.target_stride)
     target[:] = np.ndarray(copy.runs, target.dtype, staged, copy.source, copy.source_stride)
-
-
-class HostMemory:
-    """The host memory of the targets of a load, as far as stored bytes can go there unconverted.
-
-    A target is identified by its number, and a place in it by the number of its byte.
-    """
-
-    def __init__(self, targets: Sequence[torch.Tensor], stored: Sequence[torch.dtype]) -> None:
-        """Records the addresses and sizes of the targets. ``stored`` has the dtype that the elements of each target
-        have in their file."""
-        self.address = np.array(
-            [
-                target.data_ptr() if target.is_cpu and target.dtype == dtype else -1
-                for target, dtype in zip(targets, stored, strict=True)
-            ],
-            np.int64,
-        )
-        """The address of each target, or -1 if stored bytes cannot go there unconverted: the target is on a device, or
-        has another dtype."""
-        self._nbytes = np.array([t.numel() * d.itemsize for t, d in zip(targets, stored, strict=True)], np.int64)
-        """The number of stored bytes that fill each target. This includes targets on devices."""
-
-    def check(self, target: Ints, start: Ints, nbytes: Ints) -> None:
-        """Raises ValueError unless all of these ranges of stored bytes are within their targets. The three arrays have
-        one element for each range."""
-        if (start < 0).any() or (start + nbytes > self._nbytes[target]).any():
-            raise ValueError("a range is longer than the memory that it goes to")
-
-    def put(self, copies: Copies, staged: Bytes) -> NDArray[np.bool_]:
-        """Carries out those of ``copies`` whose bytes can go to their targets unconverted. ``staged`` has the bytes of
-        the sources. Copies of adjacent bytes to adjacent memory are carried out as one, even if the memory is that of
-        several targets. Returns which copies were carried out."""
-        address = self.address[copies.target]
-        fits = address >= 0
-        single = fits & (copies.runs == 1)
-        for copy in copies.take(fits & ~single).rows():
-            copy_spaced(int(self.address[copy.target]), copy, staged)
-        place, source, nbytes = (
-            column[single] for column in (address + copies.target_offset, copies.source, copies.run_bytes)
-        )
-        view = memoryview(staged)
-        for to, start, size in _joined(place, source, nbytes):
-            copy_to(to, view[start : start + size])
-        return fits

@@ -22,7 +22,7 @@ from zckpt.plan.reads import STRAIGHT_BYTES_MIN
 from zckpt.storage.buffers import PAGE_BYTES
 from zckpt.system import linux
 from zckpt.transfer.devices import ToDevice, byte_tensor, check_devices, device_memory, devices_of, rows_of
-from zckpt.transfer.host_memory import HostMemory
+from zckpt.transfer.host_memory import copy_spaced, scatter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -102,8 +102,7 @@ def fresh_tensors(
 
 
 def _rooms(nbytes: Sequence[int], within: Sequence[int]) -> list[Bytes]:
-    """Returns what ``_room`` does for each of these sizes. Up to ``ROOMS_TOGETHER`` rooms lie in one mapping of memory,
-    in a huge page each."""
+    """Returns a ``_room`` of each size. Up to ``ROOMS_TOGETHER`` rooms lie in one mapping, in a huge page each."""
     if len(nbytes) > ROOMS_TOGETHER:
         return [
             room
@@ -224,18 +223,9 @@ def not_plain(tensor: torch.Tensor) -> str | None:
 def check_memory(
     tensors: Iterable[tuple[str, torch.Tensor]], error: type[ZckptError] = StateError
 ) -> tuple[torch.device, ...]:
-    """Checks tensors that zckpt has not made, before their memory is read or written by its address. Returns their
-    devices, without the CPU.
-
-    Args:
-        tensors: the tensors and their names in errors.
-        error: the class of the error for a tensor whose values are not in its memory.
-
-    Raises:
-        ZckptError: the values of a tensor are not in its memory. The error is of the class ``error``, and names the
-            tensor.
-        DeviceError: bytes cannot be copied from a device.
-    """
+    """Checks tensors that zckpt has not made, before their memory is read or written by its address. ``tensors``: with
+    their names in errors. Returns their devices, without the CPU. Raises an error of the class ``error`` for a tensor
+    whose values are not in its memory, and DeviceError if bytes cannot be copied from a device."""
     checked = []
     for name, tensor in tensors:
         if why := why_no_memory(tensor):
@@ -324,14 +314,29 @@ class Targets:
         self.key = key
         self._tensors = targets
         self._stored = stored
-        self.host = HostMemory(targets, stored)
+        self.address = np.array(
+            [
+                target.data_ptr() if target.is_cpu and target.dtype == dtype else -1
+                for target, dtype in zip(targets, stored, strict=True)
+            ],
+            np.int64,
+        )
+        """The address of each target, or -1 if stored bytes cannot go there unconverted: the target is on a device, or
+        has another dtype."""
+        self._nbytes = np.array([t.numel() * d.itemsize for t, d in zip(targets, stored, strict=True)], np.int64)
+        """The number of stored bytes that fill each target."""
         self.devices = devices_of(targets)
         numbers = {device: number for number, device in enumerate(self.devices)}
         self.device = np.array([-1 if target.is_cpu else numbers[target.device] for target in targets], np.int64)
         """The position of each target's device in ``devices``, or -1 for host memory."""
         self.inference = any(target.is_inference() for target in targets)
-        """Whether some targets were made in ``torch.inference_mode()``. Operations of torch may change them only in a
-        thread in this mode."""
+        """Whether some targets are of ``torch.inference_mode()``. torch changes them only in a thread in this mode."""
+
+    def check(self, target: Ints, start: Ints, nbytes: Ints) -> None:
+        """Raises ValueError unless all of these ranges of stored bytes are within their targets. The three arrays have
+        one element for each range."""
+        if (start < 0).any() or (start + nbytes > self._nbytes[target]).any():
+            raise ValueError("a range is longer than the memory that it goes to")
 
     def device_memory(self, target: int, start: int, nbytes: int) -> torch.Tensor | None:
         """Returns ``nbytes`` bytes of device memory from byte ``start`` of the target on, as a 1-D uint8 tensor.
@@ -352,7 +357,13 @@ class Targets:
 
     def put(self, copies: Copies, staged: Bytes) -> None:
         """Carries out ``copies`` from ``staged``, which has the bytes of the sources, to targets in host memory."""
-        for copy in copies.take(~self.host.put(copies, staged)).rows():
+        address = self.address[copies.target]
+        is_converted, is_spaced = address < 0, copies.runs > 1
+        for copy in copies.take(is_spaced & ~is_converted).rows():
+            copy_spaced(int(self.address[copy.target]), copy, staged)
+        single = ~is_spaced & ~is_converted
+        scatter((address + copies.target_offset)[single], copies.run_bytes[single], copies.source[single], staged)
+        for copy in copies.take(is_converted).rows():
             dtype = self._stored[copy.target]
             # A staging buffer begins with a page, so its elements are aligned.
             values = torch.from_numpy(staged[copy.source : copy.source + copy.source_bytes]).view(dtype)

@@ -34,8 +34,7 @@ class Pipeline(Generic[Item]):
     sources together. Only if a caller waits for a snapshot, sources come first: as long as a buffer is free, the next
     source is read. The sources of the first ``urgent`` items are read before all others. The snapshot is told when all
     urgent sources have been read, and again when all sources have been read. While all buffers are in use, no source is
-    read until a buffer is free again. While copies to a buffer are under way, the other steps are done for buffers that
-    are full.
+    read until a buffer is free again. While a buffer is being filled by copies, others that are full go on.
 
     Some files take bytes only in their order. ``is_next`` says whether the bytes of an item are the next ones. Other
     items wait with their buffers, unless nothing else can be done.
@@ -96,20 +95,17 @@ class Pipeline(Generic[Item]):
         self._free_halves = 2 * self._staging.buffers_within(budget, snapshot_bytes)
         self._puts_max, self._sources_first = max(budget.threads - 1, 2), snapshot_bytes > 0
         threads = min(budget.threads, items)
-        work = [partial(self._work, self._next)] * threads + [partial(self._work, self._next_digest)]
-        tasks = [*(partial(self._call, function) for function in beside), *work]
+        steps = [self._next] * threads + [self._next_digest]
+        work: list[Callable[[], object]] = [partial(self._work, next_step) for next_step in steps]
+        tasks = [partial(self._call, function) for function in (*beside, *work)]
         run_tasks(tasks, len(work) + min(len(beside), budget.threads), self._interrupt)
 
     def _work(self, next_step: Callable[[], Callable[[], None] | None]) -> None:
-        """Does steps until ``next_step`` returns None. If a step fails, all other threads end too."""
-        try:
-            while (step := next_step()) is not None:
-                self._snapshot.check()
-                step()
-                sign_of_life()
-        except BaseException:
-            self._stop()
-            raise
+        """Does steps until ``next_step`` returns None."""
+        while (step := next_step()) is not None:
+            self._snapshot.check()
+            step()
+            sign_of_life()
 
     def _call(self, function: Callable[[], object]) -> None:
         """Calls a function. If it fails, all threads end."""
@@ -129,8 +125,7 @@ class Pipeline(Generic[Item]):
             self._changed.notify_all()
 
     def _next(self) -> Callable[[], None] | None:
-        """Returns the next step, or None if there is none any more. Waits while other threads may still make one
-        possible."""
+        """Returns the next step, or None if there is none any more. Waits while others may still make one possible."""
         with self._changed:
             while self._unfinished and not self._stopped:
                 if not self._sources_first and (put := self._next_put()):
@@ -154,8 +149,7 @@ class Pipeline(Generic[Item]):
         return None
 
     def _next_put(self) -> Callable[[], None] | None:
-        """Returns the step ``put`` of an item that is next in its file, or None if none can be put now. The caller
-        holds ``self._changed``."""
+        """Returns the step ``put`` of an item that is next in its file, or None. The caller holds ``self._changed``."""
         if self._waiting and self._puts >= self._puts_max:
             return None
         place = next((place for place, entry in enumerate(self._digested) if self._is_next(entry[1])), None)
@@ -221,8 +215,7 @@ class Pipeline(Generic[Item]):
         self._release(number, stage)
 
     def _release(self, number: int, stage: StagingBuffer) -> None:
-        """Gives back the buffer of an item whose steps are all done. Copies from the buffer to a device may still be
-        under way."""
+        """Gives back the buffer of an item whose steps are done. Copies from it to a device may still be under way."""
         self._staging.release(stage)
         with self._changed:
             self._free_halves += self._halves[number]

@@ -10,8 +10,7 @@ All other reads use direct I/O, which evicts nothing from the page cache. Their 
 plan says so, and otherwise into aligned staging buffers. The thread that has read the bytes begins its next read, while
 another thread compares the digests.
 
-Copies to a device are queued once their bytes are in a buffer. While these copies run, the next read fills another
-buffer.
+Copies to a device are queued once their bytes are in a buffer. Meanwhile, the next read fills another buffer.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ from zckpt.format.digest import DIGEST_BYTES, check_block, digest
 from zckpt.format.rules import broken
 from zckpt.plan.reads import TargetPlaces, joined_copies
 from zckpt.storage.buffers import PAGE_BYTES, after
+from zckpt.storage.contract import read_portions
 from zckpt.system.linux import processors
-from zckpt.system.threads import Countdown
 from zckpt.transfer.devices import synchronize
 from zckpt.transfer.host_memory import copy_to, memories, memory
 from zckpt.transfer.pipeline import Pipeline
@@ -62,7 +61,7 @@ def places_of(reader: Reader, targets: Targets, files: Mapping[int, ReadFile]) -
     alignment applies to all of them."""
     direct, file = reader.direct, next(iter(files.values()), None)
     alignment = (PAGE_BYTES, PAGE_BYTES) if direct is None or file is None else direct.alignment(file.path)
-    return TargetPlaces(targets.host.address, *alignment)
+    return TargetPlaces(targets.address, *alignment)
 
 
 def run_reads(
@@ -92,17 +91,20 @@ def run_reads(
         run_tasks(checks, budget.threads)
         return
     target, start, run_bytes, runs, stride = (
-        np.concatenate([getattr(op.segments, name) for op in ops])
+        np.concatenate([getattr(op.segments.copy, name) for op in ops])
         for name in ("target", "target_offset", "run_bytes", "runs", "target_stride")
     )
-    targets.host.check(target, start, (runs - 1) * stride + run_bytes)
+    targets.check(target, start, (runs - 1) * stride + run_bytes)
     synchronize(targets.devices)
 
-    def finish_urgent() -> None:
-        staging.wait()
-        after_urgent()
+    finished = itertools.count(1)
 
-    reads = _Reads(reader, files, targets, budget.direct, advance, Countdown(urgent, finish_urgent))
+    def finish_urgent() -> None:
+        if next(finished) == urgent:  # Only one thread at a time counts, and gets the last number.
+            staging.wait()
+            after_urgent()
+
+    reads = _Reads(reader, files, targets, budget.direct, advance, finish_urgent)
     direct = reader.direct if budget.direct else None
     cached: list[ReadOp] = []
     others: list[ReadOp] = []
@@ -144,7 +146,6 @@ class _Views:
         """The byte of the staging buffer at which each segment would begin. In the staging buffer, bytes have the same
         place in a page as in the file."""
         self.has_staged = bool((self.address < 0).any())
-        self.is_verified = op.is_verified
         self.blocks = segments.block.tolist()
         """The number of the digest of each segment, among the digests of the file."""
         self.first_copy = list(itertools.accumulate(segments.copies.tolist(), initial=0))
@@ -164,7 +165,7 @@ class _Views:
     def key_at(self, byte: int) -> str:
         """Returns the key of the tensor that has byte ``byte`` of the file."""
         segment = bisect_right(self.starts, byte) - 1
-        return self._key(int(self._segments.target[self.first_copy[segment]]))
+        return self._key(int(self._segments.copy.target[self.first_copy[segment]]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,12 +178,11 @@ class _Reads:
     targets: Targets
     direct: bool
     advance: Callable[[int], None]
-    urgent_left: Countdown
-    """Counts the urgent reads that are done, and tells the caller after the last one."""
+    finish_urgent: Callable[[], None]
+    """Is called after each urgent read, and tells the caller after the last one."""
 
     def read_cached(self, op: ReadOp, staging: StagingPool) -> None:
-        """Reads the bytes of ``op`` through the store's caches, compares their digests, and moves them to their
-        targets."""
+        """Reads the bytes of ``op`` through the store's caches, compares digests, and moves them to their targets."""
         with staging.lend() as stage:
             self.check(op, stage, through_cache=True)
 
@@ -190,14 +190,14 @@ class _Reads:
         """Reads the bytes of ``op``, and returns ``op`` for ``check``. If the read goes through the store's caches,
         calls ``check`` at once, while the bytes are in the processor's cache, and returns None. Also returns None after
         a read straight into device memory."""
-        file = self.files[op.file]
-        if _direct(self.reader, op.nbytes, self.direct) is None:
+        file, direct = self.files[op.file], _direct(self.reader, op.nbytes, self.direct)
+        if direct is None:
             self.check(op, stage, through_cache=True)
             return None
-        if not op.is_verified and _read_to_device(self.reader, op, file, self.targets):
+        if not op.is_verified and _read_to_device(direct, op, file, self.targets):
             self._finish(op)
             return None
-        filled = _read_direct(self.reader, op, file, stage)
+        filled = _read_direct(direct, op, file, stage)
         if filled < op.nbytes:
             views = _Views(op, stage, self.targets.key, through_cache=False)
             _fill(self.reader, file, op.offset, op.offset + op.nbytes, views.memory, views.key_at, filled)
@@ -205,15 +205,18 @@ class _Reads:
 
     def check(self, op: ReadOp, stage: StagingBuffer, through_cache: bool = False) -> None:
         """Compares the digests of the bytes of ``op``, and copies the bytes from the staging buffer to their targets in
-        host memory. Queues the copies to devices. With ``through_cache``, also reads the bytes through the store's
-        caches."""
+        host memory. Queues the copies to devices. With ``through_cache``, also reads them."""
         views = _Views(op, stage, self.targets.key, through_cache)
-        portions = list(views.portions(PORTION_BYTES if views.is_verified else op.nbytes))
+        portions = list(views.portions(PORTION_BYTES if op.is_verified else op.nbytes))
         # The traceback of an error keeps the functions that it has passed. A function that is defined here would refer
         # to the buffer even after ``StagingPool.work`` has cleared the traceback's variables.
         check = partial(self._check_portion, op, views, portions)
         if through_cache:
-            _read_through_cache(self.reader, self.files[op.file], views, portions, check)
+            file, start, stop = self.files[op.file], views.starts[0], views.starts[-1]
+            rooms = [views.memory[portion] for portion in portions]
+            position = start + read_portions(self.reader, file.path, rooms, start, check)
+            if position < stop:
+                raise _too_short(file, position, views.key_at(position), start, stop)
         else:
             self.reader.count.add(copied_bytes=int(op.edges.nbytes.sum()))
             for number in range(len(portions)):
@@ -224,16 +227,15 @@ class _Reads:
     def _finish(self, op: ReadOp) -> None:
         """Notes that the bytes of ``op`` are on their way to their targets. The last urgent read also tells the caller
         that all bytes of urgent reads are in their targets."""
-        self.advance(int((op.segments.run_bytes * op.segments.runs).sum()))
+        self.advance(int((op.segments.copy.run_bytes * op.segments.copy.runs).sum()))
         if op.is_urgent:
-            self.urgent_left.count()
+            self.finish_urgent()
 
     def _check_portion(self, op: ReadOp, views: _Views, portions: Sequence[slice], number: int) -> None:
-        """Compares the digests of a portion, and copies its bytes from the staging buffer to their targets in host
-        memory."""
+        """Compares the digests of a portion, and copies staged bytes to their targets in host memory."""
         portion = portions[number]
         blocks, in_portion = views.blocks[portion], views.memory[portion]
-        if views.is_verified and not _are_sound(self.files[op.file], blocks, in_portion):
+        if op.is_verified and not _are_sound(self.files[op.file], blocks, in_portion):
             for view, block, start in zip(in_portion, blocks, views.starts[portion], strict=True):
                 if block >= 0:  # A gap has no digest.
                     check_block(view, block, self.files[op.file], start, views.key_at(start))
@@ -241,29 +243,10 @@ class _Reads:
             self.reader.count.add(copied_bytes=_copy_staged(op.segments, views, portion, self.targets))
 
 
-def _read_through_cache(
-    reader: Reader, file: ReadFile, views: _Views, portions: Sequence[slice], use: Callable[[int], None]
-) -> None:
-    """Reads all segments of a read through the store's caches, and calls ``use`` with the number of each portion when
-    its bytes are there. If the store has ``direct``, this is before the next portion is read, and otherwise when all
-    portions have been read."""
-    start, stop = views.starts[0], views.starts[-1]
-    if reader.direct is not None:
-        memories = [views.memory[portion] for portion in portions]
-        position = start + reader.direct.read_portions(file.path, memories, start, use)
-        if position < stop:
-            raise _too_short(file, position, views.key_at(position), start, stop)
-    else:
-        _fill(reader, file, start, stop, views.memory, views.key_at)
-        for number in range(len(portions)):
-            use(number)
-
-
-def _read_to_device(reader: Reader, op: ReadOp, file: ReadFile, targets: Targets) -> bool:
+def _read_to_device(reader: DirectReads, op: ReadOp, file: ReadFile, targets: Targets) -> bool:
     """Reads ``op`` straight into device memory. This is possible if all of its bytes go to devices unconverted, in
-    ranges of at least ``DIRECT_BYTES_MIN`` bytes on average, and if the store offers such reads. Returns False if
-    nothing was read."""
-    if reader.direct is None or (op.segments.copies > 1).any() or (op.segments.runs > 1).any():
+    ranges of at least ``DIRECT_BYTES_MIN`` bytes on average. Returns False if nothing was read."""
+    if (op.segments.copies > 1).any() or (op.segments.copy.runs > 1).any():
         return False
     copies = joined_copies(op.segments, targets.device >= 0)
     if sum(copy.run_bytes for copy in copies) < op.nbytes or op.nbytes < DIRECT_BYTES_MIN * len(copies):
@@ -276,7 +259,7 @@ def _read_to_device(reader: Reader, op: ReadOp, file: ReadFile, targets: Targets
         views.append(view)
     for number, (view, copy) in enumerate(zip(views, copies, strict=True)):
         start = op.offset + copy.source
-        nbytes = reader.direct.read_to_device(file.path, view, start)
+        nbytes = reader.read_to_device(file.path, view, start)
         if nbytes < view.nbytes:
             if nbytes == 0 and number == 0:
                 return False
@@ -340,12 +323,10 @@ def _fill(
         raise _too_short(file, position, key_at(position), start, stop)
 
 
-def _read_direct(reader: Reader, op: ReadOp, file: ReadFile, stage: StagingBuffer) -> int:
+def _read_direct(reader: DirectReads, op: ReadOp, file: ReadFile, stage: StagingBuffer) -> int:
     """Reads ``op`` by direct I/O: the segments that are ``straight`` into their target, and all other bytes into the
     staging buffer. Returns how many bytes of ``op`` have been read: fewer than all of them if the file ends before, and
     0 if direct I/O is not possible."""
-    if reader.direct is None:
-        return 0
     base, stop = op.offset - op.offset % PAGE_BYTES, -(-(op.offset + op.nbytes) // PAGE_BYTES) * PAGE_BYTES
     straight, room = op.is_straight, stage.bytes
     # The bytes in the buffer lie there as in the file. But a straight read may be larger than the buffer: only its
@@ -357,7 +338,7 @@ def _read_direct(reader: Reader, op: ReadOp, file: ReadFile, stage: StagingBuffe
         place += start - position + (0 if straight else nbytes)
         position = start + nbytes
     views.append(room[place : place + stop - position])
-    read_bytes = reader.direct.read_direct(file.path, [view for view in views if len(view)], base)
+    read_bytes = reader.read_direct(file.path, [view for view in views if len(view)], base)
     for start, nbytes, address in _rows(op.edges):
         place = start - base - (int(op.inner.nbytes[op.inner.start < start].sum()) if straight else 0)
         copy_to(address, room[place : place + nbytes])
@@ -374,12 +355,11 @@ def _too_short(file: ReadFile, nbytes: int, key: str | None, start: int, stop: i
 
 
 def _copy_staged(segments: Segments, views: _Views, portion: slice, targets: Targets) -> int:
-    """Copies the segments of a portion that are in the staging buffer to their targets in host memory. Returns the
-    number of bytes copied."""
+    """Copies the staged segments of a portion to their targets in host memory. Returns the number of bytes copied."""
     segment = np.repeat(np.arange(portion.start, portion.stop), segments.copies[portion])
     copy = np.arange(views.first_copy[portion.start], views.first_copy[portion.stop])
-    which = (views.address[segment] < 0) & (targets.device[segments.target[copy]] < 0)
-    copies = segments.copies_of(copy[which])
+    which = (views.address[segment] < 0) & (targets.device[segments.copy.target[copy]] < 0)
+    copies = segments.copy.take(copy[which])
     staged = copies._replace(source=copies.source + views.place[segment[which]])
     with torch.inference_mode(targets.inference):
         targets.put(staged, views.room)
@@ -387,8 +367,7 @@ def _copy_staged(segments: Segments, views: _Views, portion: slice, targets: Tar
 
 
 def _queue(segments: Segments, first: int, targets: Targets, stage: StagingBuffer) -> None:
-    """Queues the copies from the staging buffer to devices. The bytes of the read begin at byte ``first`` of the
-    buffer."""
+    """Queues the copies from the staging buffer to devices. The read begins at byte ``first`` of the buffer."""
     for number, device in enumerate(targets.devices):
         copies = joined_copies(segments, targets.device == number)
         with torch.inference_mode(targets.inference):

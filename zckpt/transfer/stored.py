@@ -26,8 +26,7 @@ GAP_BYTES = 64 << 10
 """The most bytes that are read at a time of a tensor that has less than a fourth of the elements between its first and
 its last one. Otherwise far more bytes might be read than it has."""
 _FACTOR = -7046029254386353131
-"""2^64 divided by the golden ratio, as a signed number. Its first multiples, modulo 2^64, are spread evenly over all
-numbers of 64 bits."""
+"""2^64 divided by the golden ratio, as a signed number. Its first multiples, modulo 2^64, are spread evenly."""
 _PLACE = "_zckpt_place"
 """The attribute of a storage that has its ``FileRange``."""
 
@@ -40,8 +39,7 @@ def stored_storage(place: FileRange) -> torch.UntypedStorage:
 
 
 def stored_range(tensor: torch.Tensor) -> FileRange | None:
-    """Returns the range of the file that has the values of a contiguous tensor. Returns None if the tensor is in
-    memory, or has no values."""
+    """Returns the range of a file with the values of a contiguous tensor, or None if it is in memory or has none."""
     place = _place(tensor)
     if place is None:
         return None
@@ -117,10 +115,9 @@ def replica_digest(tensor: torch.Tensor) -> bytes:
 
 
 def weighted_sums(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the sum of each portion of a contiguous tensor, as int64 on the device of the tensor. The terms of a
-    sum are the bytes of the portion, eight at a time as an int64, each multiplied by an odd number of its own. So if
-    one of these terms changes, the sum changes; if several do, the sum stays the same only by chance, once in 2^64
-    times."""
+    """Returns the sum of each portion of a contiguous tensor, as int64 on the device of the tensor. The terms of a sum
+    are the bytes of the portion, eight at a time as an int64, each multiplied by an odd number of its own. So if one of
+    these terms changes, the sum changes; if several do, it stays the same only by chance, once in 2^64 times."""
     flat = tensor.detach().view(-1).view(torch.uint8)
     terms = -(-min(PORTION_BYTES, len(flat)) // 8)
     factors = torch.arange(terms, dtype=torch.int64, device=tensor.device) * _FACTOR | 1

@@ -22,8 +22,7 @@ def run_tasks(
 
     ``interrupted`` is called if this thread is interrupted while it waits for the tasks, for instance by Ctrl-C. It
     should make long tasks end soon. Further interrupts do not shorten the wait, because the caller closes the files
-    that the tasks use. Raises what a task has raised. If several tasks have failed, this is the error of the first of
-    them in ``tasks``."""
+    that the tasks use. Raises what a task has raised: of several that have failed, the first one in ``tasks``."""
     numbered = enumerate(tasks)
     lock = threading.Lock()
     failures: dict[int, BaseException] = {}
@@ -41,8 +40,7 @@ def run_tasks(
                 failures.setdefault(number, error)  # it must not replace an interrupt, whose number is -1
             sign_of_life()
 
-    # A ThreadPoolExecutor would not do: it takes no more tasks once the interpreter exits, but a background write
-    # goes on then.
+    # A ThreadPoolExecutor takes no more tasks once the interpreter exits, but a background write goes on then.
     count = min(threads, len(tasks)) if isinstance(tasks, Sized) else threads
     workers = [Worker(work, f"zckpt-{i}") for i in range(count)]
     try:
