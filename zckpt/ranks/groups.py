@@ -203,7 +203,7 @@ def _connected(here: Job, name: str, rank: int, members: tuple[int, ...], lives:
     reason = str(error).splitlines()[0] if str(error) else type(error).__name__
     hint = next((hint for message, hint in _LIMITS.items() if message in str(error).lower()), None)
     if hint is None or "refused" in str(error).lower():  # The rank on the other side may have died.
-        lost = lives.lost(error)
+        lost = lives.lost(error, connecting=True)
         lost.hint = hint if lost.rank is None else None
         raise lost from error
     if hint is OPEN_FILES_HINT and sys.platform != "win32":

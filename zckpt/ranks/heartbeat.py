@@ -19,7 +19,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from zckpt.errors import RankError, first_few
-from zckpt.ranks.tree import children, neighbors
+from zckpt.ranks.tree import children, neighbors, parent
 from zckpt.system.threads import Watcher
 from zckpt.system.waits import is_in_bounded_wait
 
@@ -406,10 +406,14 @@ class Lives:
         parent is late, its first child that is present does."""
         if late[-1] > self._rank:
             return True
-        siblings = [rank for rank in children(late[0], len(self._members)) if rank < self._rank]
-        # A store waits for an entry that is not there yet, and no other thread could use it meanwhile.
-        earlier = [rank for rank in siblings if self._store.check([self._key(rank)])]
+        earlier = [rank for rank in self._present_siblings() if rank < self._rank]
         return all(entry[0] != _INSIDE for entry in self._entries(earlier).values())
+
+    def _present_siblings(self) -> list[int]:
+        """Returns the other children of this rank's parent that have an entry. A store waits for an entry that is not
+        there yet, and no other thread could use it meanwhile."""
+        siblings = children(parent(self._rank), len(self._members)) if self._rank else ()
+        return [rank for rank in siblings if rank != self._rank and self._store.check([self._key(rank)])]
 
     @property
     def given_up(self) -> bool:
@@ -470,12 +474,14 @@ class Lives:
             rank, why = self._members[self._verdict[0]], self._verdict[1]
             raise RankError(f"rank {rank} {why}; the ranks were to {self._doing or 'begin'}", rank=rank)
 
-    def lost(self, error: Exception) -> RankError:
+    def lost(self, error: Exception, *, connecting: bool = False) -> RankError:
         """Returns the error for a lost connection to another rank. It names the rank if that can be found out. Each
-        rank looks at the ranks that it watches only, and hears from the others which of theirs has died."""
+        rank looks at the ranks that it watches only, and hears from the others which of theirs has died. If it was
+        ``connecting``, it looks at its siblings too, with which it connects as well."""
         try:
             with _using_the_store():
-                before = self._entries(self._watched)
+                looked_at = [*self._watched, *(self._present_siblings() if connecting else ())]
+                before = self._entries(looked_at)
                 silent = [rank for rank, entry in before.items() if entry[0] == _INSIDE]
                 for period in range(DOUBT_PERIODS):
                     if period >= LOST_PERIODS and len(silent) == 1:
@@ -484,8 +490,11 @@ class Lives:
                     self._look()
                     self.check()
                     silent = [rank for rank, entry in self._entries(silent).items() if entry == before[rank]]
-                states = {rank: entry[0] for rank, entry in self._entries(self._watched).items()}
-                left, outside = ([rank for rank in states if states[rank] == state] for state in (_LEFT, _OUTSIDE))
+                entries = self._entries(looked_at)
+                # A sibling may have left because it could not connect either, so it does not count.
+                left = [rank for rank in self._watched if entries[rank][0] == _LEFT]
+                # A rank whose entry has changed since the connection was lost is alive.
+                outside = [rank for rank, entry in entries.items() if entry[0] == _OUTSIDE and entry == before[rank]]
                 if silent or len(outside) == 1:
                     self._give_up((silent or outside)[0], "has died", tell=True)
                 elif left:
