@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from zckpt.checkpoint.writing.plain import Sieve, is_told, number, number_key, plain, plain_key
+from zckpt.checkpoint.writing.plain import is_told, number, number_key, plain, plain_key
 from zckpt.engines.away import where_they_are
 from zckpt.engines.contract import left_out
 from zckpt.errors import StateError
@@ -121,45 +122,42 @@ def pack_tree(
     it is to ``changes``. ``leave_out``: whether what cannot be kept is left out. If not, it raises StateError."""
     first = len(fragments)
 
-    def keep(tensor: torch.Tensor) -> str:
-        name = f"tree/{rank}/{len(fragments)}"
-        fragments.append(_state_fragment(name, tensor))
-        return name
+    def name(number: int) -> str:
+        return f"tree/{rank}/{first + number}"
 
-    def forget() -> None:
-        del fragments[first:]
-
-    return packed_tree(value, path, keep, changes or Changes(), forget, leave_out=leave_out)
+    packed, tensors = packed_tree(value, path, name, changes or Changes(), leave_out=leave_out)
+    fragments += [_state_fragment(name(number), tensor) for number, tensor in enumerate(tensors)]
+    return packed
 
 
 def packed_tree(
-    value: object,
-    path: str,
-    keep: Callable[[torch.Tensor], str],
-    changes: Changes,
-    forget: Callable[[], None] = lambda: None,
-    *,
-    leave_out: bool,
-) -> bytes:
-    """Returns a tree in packed form, as ``pack_tree`` does. ``keep`` stores a tensor and returns its name. ``forget``
-    removes all tensors that were stored for this tree, before it is packed once more."""
+    value: object, path: str, name: Callable[[int], str], changes: Changes, *, leave_out: bool
+) -> tuple[bytes, list[torch.Tensor]]:
+    """Returns a tree in packed form, as ``pack_tree`` does, and the tensors and arrays in it. ``name`` returns the name
+    of each of these, by its number."""
+    tensors: list[torch.Tensor] = []
     replaced: dict[str, str] = {}
+
+    def keep(tensor: torch.Tensor) -> str:
+        tensors.append(tensor)
+        return name(len(tensors) - 1)
+
     try:
         packed = _packed(value, path, keep, replaced)
     except StateError:
         if not leave_out:
             raise
-        forget()
+        tensors.clear()
         replaced.clear()
-        packed = _packed(_sieve(changes).sifted(value, path), path, keep, replaced)
+        packed = _packed(_sifted(value, path, changes.left_out), path, keep, replaced)
     changes.replaced.update(replaced)
-    return packed
+    return packed, tensors
 
 
 def kept_client_state(client_state: Mapping[str, Any], changes: Changes) -> Mapping[str, Any]:
     """Returns the client_state of one rank without what cannot be kept. ``changes`` gets what is left out."""
     root = {names.CLIENT_STATE: dict(client_state)}
-    kept: dict[str, Mapping[str, Any]] = _sieve(changes).sifted(root, "")
+    kept: dict[str, Mapping[str, Any]] = _sifted(root, "", changes.left_out)
     return kept[names.CLIENT_STATE]
 
 
@@ -169,7 +167,7 @@ def what_is_left_out(adapter: StateAdapter, client_rank_state: Mapping[str, Any]
     changes = Changes()
     of_rank = {**adapter.rank_state(), names.CLIENT_RANK_STATE: client_rank_state}
     for value, path in (({"engine": adapter.state()}, ""), (of_rank, "rank_state[0]")):
-        _sieve(changes).sifted(value, path)
+        _sifted(value, path, changes.left_out)
     return changes.left_out
 
 
@@ -193,6 +191,8 @@ def fingerprint(client_state: Mapping[str, Any]) -> bytes:
 
 _GIVEN = re.compile(rf"(rank_state\[\d+\]\.)?({names.CLIENT_STATE}|{names.CLIENT_RANK_STATE})\b", re.ASCII)
 """Matches the path of a value that the caller has given."""
+_ROOT_DEPTH = 1
+"""The depth of the values in a tree that are never left out as a whole, such as the client_state."""
 
 
 def _packed(
@@ -228,11 +228,43 @@ def _key(path: str, key: object) -> str | int | None:
     return (plain_key if _GIVEN.match(path) else number_key)(key)
 
 
-def _sieve(changes: Changes) -> Sieve:
-    def mark(path: str, reason: str) -> object | None:
-        return None if _GIVEN.match(path) else left_out(reason)
-
-    return Sieve(_packed, _replacement, _key, mark, left_out=changes.left_out)
+def _sifted(value: Any, path: str, gone: dict[str, str], depth: int = 0, inside: frozenset[int] = frozenset()) -> Any:
+    """Returns the value at ``path`` without what cannot be kept. Each such value goes with the map entry that it is in,
+    so a list stays whole or goes as a whole. ``gone`` gets the entries that went, as in ``Changes``. ``depth``: the
+    level of the value in the tree. ``inside``: the ``id`` of every dict and list around it, because a value may contain
+    itself. Raises StateError if nothing of the value can be kept."""
+    try:
+        _packed(value, path)
+        return value
+    except StateError as error:
+        # The parts of a value that is too deep or too large are not tried one by one.
+        if id(value) in inside or (error.rule is not None and depth > _ROOT_DEPTH):
+            raise
+        inside |= {id(value)}
+        simpler = _replacement(path, value)
+        if simpler is not None:
+            return _sifted(simpler.value, path, gone, depth, inside)
+        if type(value) in (list, tuple):
+            of_items: dict[str, str] = {}
+            items = [_sifted(item, f"{path}[{i}]", of_items, depth + 1, inside) for i, item in enumerate(value)]
+            gone.update(of_items)  # If the whole list goes, only the list itself counts.
+            return type(value)(items)
+        if type(value) not in (dict, OrderedDict, Counter):
+            raise
+        kept, packed_keys = type(value)(), set[str | int]()
+        for key, item in value.items():
+            entry = tree.below(path, key)
+            try:
+                packed_key = tree.kept_key(key, path, _key, packed_keys, value)
+                _packed(packed_key, path)
+                kept[key] = _sifted(item, entry, gone, depth + 1, inside)
+                packed_keys.add(packed_key)
+            except StateError as why:
+                gone[entry] = why.message if why.key == entry else f"{entry}, since {why.message}"
+                if tree.is_key(key) and not _GIVEN.match(entry):
+                    kept[key] = left_out(why.message)
+                    packed_keys.add(key)
+        return kept
 
 
 def _replacement(where: str, value: object) -> tree.Plain | None:

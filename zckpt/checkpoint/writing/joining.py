@@ -25,16 +25,13 @@ if TYPE_CHECKING:
 def packed_for_joining(collected: Collected, changes: Changes, *, leave_out: bool) -> bytes:
     """Returns, in packed form, what ``joined`` needs of each rank. ``leave_out``: whether values that cannot be kept
     are left out, and added to ``changes``. If not, it raises StateError."""
-    tensors: list[tuple[str, list[int], bytes]] = []
-
-    def keep(tensor: torch.Tensor) -> str:
-        data = tensor.detach().cpu().contiguous()
-        tensors.append((DTYPE_NAMES[tensor.dtype], list(tensor.shape), bytes(host_bytes(data))))
-        return str(len(tensors) - 1)
-
     trees = {name: collected.state[name] for name in ("optimizer", EXTRA_STATE) if name in collected.state}
-    packed = packed_tree({"engine": trees}, "", keep, changes, leave_out=leave_out)
-    raw: bytes = msgpack.packb([packed, dict(collected.aliases), tensors])
+    packed, tensors = packed_tree({"engine": trees}, "", str, changes, leave_out=leave_out)
+    told = [
+        (DTYPE_NAMES[tensor.dtype], tensor.shape, bytes(host_bytes(tensor.detach().cpu().contiguous())))
+        for tensor in tensors
+    ]
+    raw: bytes = msgpack.packb([packed, dict(collected.aliases), told])
     return raw
 
 
