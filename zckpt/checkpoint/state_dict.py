@@ -13,7 +13,7 @@ from zckpt.checkpoint.write import CommonOptions, write_together
 from zckpt.checkpoint.writing.collect import fingerprint
 from zckpt.checkpoint.writing.options import Background, CopyTo, EarlierOptions, WriteOptions, only_earlier
 from zckpt.engines.history import history_of
-from zckpt.engines.state_dict.flat import (
+from zckpt.engines.state_dict import (
     OWN,
     PATHS,
     RANKS,

@@ -31,7 +31,7 @@ FRAMEWORKS = (
     Framework("deepspeed:DeepSpeedEngine", "zckpt.adapters.deepspeed.adapter:DeepSpeedAdapter"),
     Framework(TRAIN_STATE, "zckpt.adapters.pytorch.adapter:TorchAdapter"),
     Framework("zckpt.testing.engine:ReferenceEngine", "zckpt.testing.adapter:ReferenceAdapter"),
-    Framework("zckpt.engines.state_dict.flat:FlatState", "zckpt.engines.state_dict.adapter:StateDictAdapter"),
+    Framework("zckpt.engines.state_dict:FlatState", "zckpt.engines.state_dict:StateDictAdapter"),
 )
 
 

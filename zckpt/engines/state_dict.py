@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from zckpt.engines.contract import StateAdapter
 from zckpt.engines.shards import is_sharded, replica_set, span_of
 from zckpt.engines.tensors import dtype_name, local_of
 from zckpt.errors import StateError, UnsupportedError, printable
 from zckpt.format.names import Tier
 from zckpt.geometry import all_of
-from zckpt.plan.inventory import BUFFER, PARAM, Fragment
+from zckpt.plan.inventory import BUFFER, PARAM, Fragment, Inventory
 from zckpt.transfer.memory import lies_in_order, not_plain
 from zckpt.transfer.torch_dtypes import DTYPE_NAMES
 
@@ -271,3 +272,41 @@ class FlatState:
     step: int = 0
     group: ProcessGroup | None = None
     """The process group of the ranks that write, or None if these are all ranks of the job."""
+
+
+class StateDictAdapter(StateAdapter):
+    """Reads one state dict on one rank. Its tensors belong to the part ``param``. Those of which each rank has its own
+    belong to the part ``buffer``, which may have several copies of a tensor."""
+
+    engine: FlatState
+    trains = False
+    parts = (PARAM, BUFFER)
+    if_replicas_differ = 'per_rank=["<name>"] keeps what each rank has, such as the statistics of a BatchNorm'
+
+    @staticmethod
+    def process_group(engine: FlatState) -> ProcessGroup | None:
+        return engine.group
+
+    @property
+    def step(self) -> int:
+        return self.engine.step
+
+    def set_step(self, step: int) -> None:
+        self.engine.step = step
+
+    @property
+    def description(self) -> dict[str, str]:
+        return {"framework": f"torch {torch.__version__}", "mode": "a state dict", "optimizer": "none"}
+
+    @property
+    def devices(self) -> Collection[torch.device]:
+        return self.engine.devices
+
+    def refuse_unsupported(self, *, drop_gradients: bool = False, leave_out: bool = False) -> None:
+        pass  # What cannot be written was refused when the FlatState was made.
+
+    def inventory(self, parts: Collection[str] | None) -> Inventory:
+        return Inventory(self.engine.fragments, self.engine.aliases)
+
+    def state(self) -> dict[str, Any]:
+        return {STATE_DICT: self.engine.tree}
