@@ -191,8 +191,8 @@ class Ranks:
 
         If everything that can fail is in the actions of successive calls, all ranks leave at the same call.
         """
-        answer = self._step(action, lambda results: (_pack(decide(results)), {}), doing, interruptible)
-        return cast("D", _unpack(answer.common))
+        common, _ = self.decide_each(action, lambda results: (decide(results), {}), doing, interruptible=interruptible)
+        return common
 
     def decide_each(
         self,
@@ -205,24 +205,6 @@ class Ranks:
         """Does what ``decide`` does. But ``decide`` returns a value for all ranks and one for each rank, by its number.
         Returns the first one and that of this rank, which is None if there is none for it."""
 
-        def packed(results: list[T]) -> tuple[bytes, dict[int, bytes]]:
-            common, each = decide(results)
-            return _pack(common), {rank: _pack(own) for rank, own in each.items()}
-
-        answer = self._step(action, packed, doing, interruptible)
-        own = answer.each.get(self.rank)
-        return _unpack(answer.common), None if own is None else _unpack(own)
-
-    def _step(
-        self,
-        action: Callable[[], Any],
-        decide: Callable[[list[Any]], tuple[bytes, Mapping[int, bytes]]],
-        doing: str,
-        interruptible: bool,
-    ) -> Answer:
-        """Does the work of the methods ``decide`` and ``decide_each``. The argument ``decide`` returns the packed value
-        for all ranks, and those for each rank."""
-
         def run() -> bytes:
             with self.interruptible() if interruptible else nullcontext():
                 packed = _pack(action())
@@ -231,13 +213,17 @@ class Ranks:
 
         def decided(results: dict[int, bytes]) -> Answer:
             # The results of thousands of ranks may be large, so each is given up once it is unpacked.
-            return Answer(*decide([_unpack(results.pop(rank, _NONE)) for rank in range(self.size)]))
+            common, each = decide([_unpack(results.pop(rank, _NONE)) for rank in range(self.size)])
+            return Answer(_pack(common), {rank: _pack(own) for rank, own in each.items()})
 
         group = self._group
         if group is None:
-            return decided({0: run()})
-        with group.lives.shown(doing, self._call):
-            return self._run_step(group, run, decided, doing)
+            answer = decided({0: run()})
+        else:
+            with group.lives.shown(doing, self._call):
+                answer = self._run_step(group, run, decided, doing)
+        own = answer.each.get(self.rank)
+        return _unpack(answer.common), None if own is None else _unpack(own)
 
     def _run_step(
         self, group: Group, action: Callable[[], bytes], decided: Callable[[dict[int, bytes]], Answer], doing: str
@@ -344,8 +330,7 @@ def _described(error: BaseException) -> tuple[str, str, dict[str, str | int | No
     """Returns what another rank needs to make an equal error, or None if it is not one of zckpt."""
     if not isinstance(error, ZckptError) or getattr(errors, type(error).__name__, None) is not type(error):
         return None
-    names = [name for name in ZckptError.__annotations__ if name != "message"]
-    facts = {name: getattr(error, name) for name in names}
+    facts = {name: getattr(error, name) for name in ZckptError.__annotations__ if name != "message"}
     plain = {
         name: value if value is None or isinstance(value, (str, int)) else str(value) for name, value in facts.items()
     }
