@@ -10,18 +10,21 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
+
 from zckpt.errors import OPEN_FILES_HINT, RankError
 from zckpt.ranks.family import Family
-from zckpt.ranks.heartbeat import Lives, meet, timeout_seconds
+from zckpt.ranks.heartbeat import PERIOD_SECONDS, Lives, meet, timeout_seconds
 from zckpt.ranks.job import jobs
 from zckpt.ranks.tree import children, family, parent
 from zckpt.system.threads import Watcher
 
 if TYPE_CHECKING:
+    import threading
     from collections.abc import Callable, Sequence
 
     import torch
-    import torch.distributed as dist
+    from torch._C._distributed_c10d import Store
 
     from zckpt.ranks.job import Job
 
@@ -32,6 +35,9 @@ _INTERFACE = (
     "set GLOO_SOCKET_IFNAME, on every machine, to the network interface (`ip addr`) by which the machines reach each "
     "other"
 )
+_FOREVER = timedelta(days=365)
+"""The timeout of gloo once all ranks have connected. Gloo cannot tell a slow rank from one that hangs, so zckpt looks
+at signs of life instead (``heartbeat``)."""
 _LIMITS = {
     "too many open files": OPEN_FILES_HINT,
     "unable to find": _INTERFACE,
@@ -210,3 +216,40 @@ def _connected(here: Job, name: str, rank: int, members: tuple[int, ...], lives:
         hint = f"{hint}; it is {resource.getrlimit(resource.RLIMIT_NOFILE)[0]} here"
     lives.give_up_self(f"cannot connect to the other ranks: {reason}; {hint}")
     raise RankError(f"cannot connect to the other ranks: {reason}", rank=members[rank], hint=hint) from error
+
+
+class Gloo:
+    """A group of gloo, as ``Job.connect`` returns it, with the store of its addresses. With TORCH_GLOO_LAZY_INIT=1,
+    gloo connects only when a message is sent, and needs the addresses then."""
+
+    def __init__(
+        self, store: Store, name: str, number: int, size: int, timeout: timedelta, closed: threading.Event
+    ) -> None:
+        self._addresses = _Addresses(dist.distributed_c10d.PrefixStore(name, store), closed)
+        gloo: Any = dist.ProcessGroupGloo(self._addresses, number, size, timeout)  # torch has no types for its methods
+        gloo._set_default_timeout(_FOREVER)
+        self.rank, self.size = gloo.rank, gloo.size
+        self.gather, self.scatter, self.alltoall_base = gloo.gather, gloo.scatter, gloo.alltoall_base
+
+
+class _Addresses(dist.Store if dist.is_available() else object):  # type: ignore[misc]
+    """The store by which the ranks tell each other their addresses. A wait for the address of another rank ends with an
+    error once ``closed`` is set. It asks again and again, because no other thread can use the store while one thread
+    waits in it. A clone of the store would do, too, but rank 0 would have one more connection to each rank."""
+
+    def __init__(self, store: Store, closed: threading.Event) -> None:
+        super().__init__()
+        self._store, self._closed = store, closed
+
+    def set(self, key: str, value: bytes) -> None:
+        self._store.set(key, value)  # type: ignore[arg-type]
+
+    def get(self, key: str) -> bytes:
+        return self._store.get(key)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        pause = 0.001
+        while not self._store.check(keys):
+            if self._closed.wait(pause):
+                raise RuntimeError("the wait was given up")
+            pause = min(2 * pause, PERIOD_SECONDS / 4)

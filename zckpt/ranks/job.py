@@ -93,9 +93,9 @@ class TorchJob(Job):
         return dist.distributed_c10d._get_default_store()
 
     def connect(self, name: str, number: int, size: int, timeout: timedelta, closed: threading.Event) -> Any:
-        from zckpt.ranks.gloo import connect
+        from zckpt.ranks.groups import Gloo
 
-        return connect(self.store, name, number, size, timeout, closed)
+        return Gloo(self.store, name, number, size, timeout, closed)
 
 
 _made: list[TorchJob] = []
