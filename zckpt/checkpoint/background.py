@@ -30,17 +30,13 @@ together."""
 
 
 class BackgroundWork:
-    """Work that each rank does in a thread of its own, such as a write.
-
-    The caller need not do anything with this object. A failure is printed on stderr at once. The next write, restore,
-    offload or reload waits for the work and raises its error. The end of the process waits for it too, and prints an
-    error that has not been raised yet.
-    """
+    """Work that each rank does in a thread of its own, such as a write. ``PendingWrite`` says what becomes of its
+    error."""
 
     def __init__(self, what: str, finish: Callable[[Snapshot], None], ranks: Ranks) -> None:
-        """``what``: a name of the work for messages, such as "the write of /run/step1". ``finish``: the function that
-        does the work, which the thread calls after ``start``. It has to tell the ``Snapshot`` that it gets when the
-        engine's state may change. ``ranks``: the ranks that do the work together, made for use in the background."""
+        """``what``: a name of the work for messages, such as "the write of /run/step1". ``finish``: does the work, in
+        the thread, after ``start``. It has to tell the ``Snapshot`` that it gets when the engine's state may change.
+        ``ranks``: the ranks that do the work together, made for use in the background."""
         self._what = what
         self.error: BaseException | None = None
         """The error with which the work has failed. All ranks fail together, each with an error of its own."""
@@ -68,12 +64,11 @@ class BackgroundWork:
         self._started.set()
 
     def cancel(self) -> bool:
-        """Cancels the work after a failure in the caller's thread, and returns whether it never began. Before
-        ``start``, it stops the thread and returns True. After ``start``, it returns False: the work continues if
-        ``Snapshot.copied`` is set, and is given up otherwise."""
+        """Cancels the work after a failure in the caller's thread, and returns whether it never began. After ``start``,
+        the work continues if ``Snapshot.copied`` is set, and is given up otherwise."""
         if self._started.is_set() and not self._cancelled:
             if not self._snapshot.copied.is_set():
-                self._give_up(_INTERRUPTED)
+                self._snapshot.give_up(_INTERRUPTED)
             return False
         self._cancelled = True
         self._started.set()
@@ -116,8 +111,8 @@ class BackgroundWork:
             self.join()
 
     def then(self, action: Callable[[], None]) -> None:
-        """Makes this rank's thread call ``action`` once all ranks have finished the work. If they already have, calls
-        ``action`` here and now. If the work fails, ``action`` is never called. ``action`` must not raise."""
+        """Makes this rank's thread call ``action``, which must not raise, once all ranks have finished the work. If
+        they already have, calls it here and now. If the work fails, it is never called."""
         with self._ending:
             if self._afterwards is not None:
                 self._afterwards.append(action)
@@ -153,8 +148,7 @@ class BackgroundWork:
             self._snapshot.taken.wait()
 
     def _leave_engine(self) -> None:
-        """Waits until the work neither reads nor changes the engine's state any more. Raises nothing except
-        KeyboardInterrupt."""
+        """Waits until the work neither reads nor changes the engine's state any more."""
         self.wait_until_ended()
 
     @contextmanager
@@ -162,11 +156,8 @@ class BackgroundWork:
         try:
             yield
         except BaseException:  # The caller stops waiting, so the state may change under the work.
-            self._give_up(_INTERRUPTED)
+            self._snapshot.give_up(_INTERRUPTED)
             raise
-
-    def _give_up(self, reason: str) -> None:
-        self._snapshot.give_up(reason)
 
     def _run(self) -> None:
         self._started.wait()
@@ -203,7 +194,7 @@ class PendingWrite(BackgroundWork):
     """
 
     def __init__(self, path: str, finish: Callable[[Snapshot], None], ranks: Ranks) -> None:
-        """``finish``: the function that writes and commits. ``ranks``: the ranks that write together."""
+        """``finish`` writes and commits. ``ranks``: the ranks that write together."""
         super().__init__(f"the write of {path}", finish, ranks)
         self.path = path
         """The absolute path of the checkpoint."""
@@ -278,8 +269,7 @@ def _wait_together(pending: BackgroundWork) -> None:
 
 
 def wait_until_all_ended() -> None:
-    """Waits until all work of this rank in the background has ended, with or without an error. Unlike ``wait``, a
-    single rank may call it. Raises nothing except KeyboardInterrupt."""
+    """Waits until all work of this rank in the background has ended, as ``BackgroundWork.wait_until_ended`` does."""
     for pending in list(_pending.values()):
         pending.wait_until_ended()
 
@@ -299,8 +289,7 @@ _is_ending = False
 
 
 def is_ending() -> bool:
-    """Returns whether the process is ending. Python does not wait any more for work that begins in the background
-    then."""
+    """Returns whether the process is ending. Python does not wait then for work that begins in the background."""
     return _is_ending
 
 
@@ -316,7 +305,7 @@ def _wait_before_the_end() -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         for pending in _pending.values():
             pending._seen = True  # Nothing is left that could raise the error.
-            pending._give_up(reason)
+            pending._snapshot.give_up(reason)
         for uploads in queue.all_uploads():
             uploads.give_up(reason)
 

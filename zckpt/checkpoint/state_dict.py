@@ -294,8 +294,7 @@ def _fingerprint(name: str, value: object) -> bytes:
 
 
 def _differing(name: str, fingerprints: Mapping[int, object]) -> StateError:
-    """Returns the error for a plain value that differs between ranks. ``fingerprints``: those of the ranks that have
-    it."""
+    """Returns the error for a plain value that differs between the ranks that have it."""
     first = min(fingerprints)
     other = next(value for value in fingerprints.values() if value != fingerprints[first])
     ranks = [rank for rank, value in fingerprints.items() if value == other]

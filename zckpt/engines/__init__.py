@@ -28,8 +28,7 @@ FRAMEWORKS = {
 
 
 def adapt(engine: Any) -> EngineAdapter:
-    """Returns the adapter for a live training engine. For any other object, raises UnsupportedError with the object's
-    type."""
+    """Returns the adapter for a training engine. For any other object, raises UnsupportedError with its type."""
     adapter = readable(engine)
     if not isinstance(adapter, EngineAdapter):
         raise _unknown(engine)
@@ -65,9 +64,8 @@ def engine_of(value: object) -> Any:
 
 
 def group_of(engine: Any) -> ProcessGroup | None:
-    """Returns the process group of the ranks over which an engine is spread. A job that trains several models may give
-    each of them only some of its ranks. Returns None if the engine uses all ranks of the job, and if the object is not
-    an engine. This never raises an error."""
+    """Returns the process group of the ranks over which an engine is spread. Returns None if these are all ranks of the
+    job, and if the object is not an engine. This never raises an error."""
     adapter = _adapter_of(engine)
     return None if adapter is None else adapter.process_group(engine)
 
@@ -78,8 +76,8 @@ def is_engine(value: Any) -> bool:
 
 
 def _adapter_of(engine: Any) -> type[StateAdapter] | None:
-    """Returns the adapter class for an engine, or None if the object is not an engine that zckpt knows. No framework is
-    imported here, because an engine cannot exist unless somebody has imported its framework already."""
+    """Returns the adapter class for an engine, or None for any other object. No framework is imported here, because an
+    engine cannot exist unless somebody has imported its framework already."""
     for engine_name, adapter_name in FRAMEWORKS.items():
         name, _, engine_class = engine_name.partition(":")
         module = sys.modules.get(name)

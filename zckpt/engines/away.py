@@ -1,7 +1,5 @@
-"""Which part of an engine's state is on disk for a while and has no memory, as ``zckpt.offload`` leaves it.
-
-The core calls ask here, so that they need nothing of the code that moves states.
-"""
+"""Which part of an engine's state is on disk for a while and has no memory, as ``zckpt.offload`` leaves it. The core
+calls ask here, so that they need nothing of the code that moves states."""
 
 from __future__ import annotations
 

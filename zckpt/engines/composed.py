@@ -68,12 +68,9 @@ def class_of(tree: Mapping[str, Any]) -> str:
 
 
 def misfit(tree: Mapping[str, Any], live: object) -> str | None:
-    """Returns why a composed tensor cannot be restored, as the end of a sentence about it, or None if it can.
-
-    Args:
-        tree: what ``decomposed`` has returned. Functions that read the tensors may be in their place.
-        live: what the engine has, or None if it has nothing yet.
-    """
+    """Returns why a composed tensor cannot be restored, as the end of a sentence about it, or None if it can. ``tree``:
+    what ``decomposed`` has returned, in which functions that read the tensors may be in their place. ``live``: what the
+    engine has, or None if it has nothing yet."""
     saved = tree[_DESCRIPTION]
     if live is not None:
         here = _described(live) if is_composed(live) else type(live).__name__

@@ -1,13 +1,9 @@
 """The contract of engines: what writes and restores ask of a training engine.
 
-A new framework needs a folder in ``zckpt/adapters`` with a class that has the methods of ``EngineAdapter`` and a class
-that has those of ``Restoring``, one line in the table ``zckpt.engines.FRAMEWORKS``, and a test class that derives from
-``zckpt.testing.EngineContract``. ``zckpt.testing.adapter`` is the shortest example.
-
-An engine is one object, and the table names its class. If a framework has a model and an optimizer but no object that
-holds both, the adapter's folder also has a class that holds them, as ``zckpt.TrainState`` does, and users pass an
-object of this class to zckpt. If the model is a ``torch.nn.Module`` and the optimizer is one of torch, the classes of
-an adapter derive from ``ModuleAdapter`` and ``ModuleRestoring``, and only say where the state is: a ``Kind``.
+``docs/architecture.md`` says what a new framework needs, and ``zckpt.testing.adapter`` is the shortest example. An
+engine is one object, whose class the table ``zckpt.engines.FRAMEWORKS`` names. If a framework has a model and an
+optimizer but no object that holds both, the adapter's folder also has a class that holds them, as ``zckpt.TrainState``
+does.
 
 The state is divided into *parts*, such as ``master`` and ``exp_avg``. ``zckpt.plan.inventory`` describes each part,
 and what a ``Fragment`` is.
@@ -56,8 +52,7 @@ class StateAdapter(ABC):
     ``before_change``, and last ``after_write``. Only ``after_write`` is collective. Before it, the ranks agree that
     every rank has done all that comes before it, so a rank that fails earlier leaves no other rank waiting.
 
-    The adapter of an engine is an ``EngineAdapter``. A state that is only written, such as a state dict, has no more
-    than this half.
+    A state that is only written, such as a state dict, has no more than this half of an ``EngineAdapter``.
     """
 
     if_replicas_differ = (
@@ -98,7 +93,7 @@ class StateAdapter(ABC):
     @property
     def module(self) -> torch.nn.Module | None:
         """The model without the wrappers that the framework has put around it, or None if the engine has no such
-        object. Its parameters and buffers have the names under which ``inventory`` returns them."""
+        object. ``inventory`` returns its parameters and buffers under the names that they have there."""
         return None
 
     @property
@@ -186,8 +181,8 @@ class StateAdapter(ABC):
         """Returns the non-tensor state as trees: counters, the scheduler, param groups, and scalars by parameter name.
         Those of rank 0 are written, and those of other ranks may be incomplete. Only the tree ``optimizer`` has to be
         equal on every rank: a write compares it, or joins the trees of all ranks if ``names_differ``. The result has
-        all trees that ``trees`` names. It may have more trees,
-        which no restore reads, such as the settings that the framework's own files depend on.
+        all trees that ``trees`` names. It may have more, which no restore reads, such as the settings that the
+        framework's own files depend on.
 
         Trees contain None, bool, int, float, str, bytes, list, tuple, dict, OrderedDict, Counter, dense tensors and
         NumPy arrays, of exactly these types. Keys are strings or 64-bit integers. The trees are read back with the same
@@ -201,9 +196,7 @@ class StateAdapter(ABC):
 
     def rank_state(self) -> dict[str, Any]:
         """Returns the state of this rank alone: the random number generators, and optimizer state that no other rank
-        can use. It contains the same types as the trees of ``state``.
-
-        It may share memory with the engine, as the trees of ``state`` may.
+        can use. It contains the same types as the trees of ``state``, and may share memory with the engine as they do.
         """
         return {}
 
@@ -215,8 +208,7 @@ class StateAdapter(ABC):
 
     def before_change(self, action: Callable[[], None]) -> None:  # noqa: B027  an engine without lazy snapshots
         """Arranges that the thread of the training calls ``action`` once, before the engine next changes or moves the
-        memory of its fragments. This is at its next optimizer step. Buffers may change earlier. Without a method of its
-        own, the adapter never calls it."""
+        memory of its fragments, which is at its next optimizer step. Buffers may change earlier."""
 
 
 class EngineAdapter(StateAdapter):
@@ -229,9 +221,6 @@ class EngineAdapter(StateAdapter):
     An engine that has no optimizer, because it only evaluates, holds weights and buffers. Its ``wanted`` has the
     weights as the part ``param``. They are filled from the master weights if the checkpoint has those, and the state of
     an optimizer does not count as missing.
-
-    An adapter derives from this class. It has to have the abstract methods. The others are for what not every engine
-    has or needs: a process group of its own, state of each rank, lazy snapshots, ``zckpt.where`` and ``zckpt.offload``.
     """
 
     @property
@@ -244,10 +233,8 @@ class EngineAdapter(StateAdapter):
         contrast to ``inventory``, this includes values that other ranks hold as well, padding, weights that are derived
         from master weights, and buffers that are not persistent. It includes every storage that the engine keeps for a
         part, but not the buffers through which the engine swaps one part after the other. If one tensor belongs to two
-        parts of which one is ``master``, the holding of the part ``master`` comes first.
-
-        Changes nothing, and is not collective.
-        """
+        parts of which one is ``master``, the holding of the part ``master`` comes first. Changes nothing, and is not
+        collective."""
         return ()
 
     def uses(self) -> Iterable[UsingMethod]:

@@ -52,8 +52,8 @@ def history_of(engine: object) -> History:
 
 def run_id_of_next_write(engine: object) -> str:
     """Returns the identity of the run that the next checkpoint of ``engine`` belongs to. It is a new one if the engine
-    has none yet. It is also a new one if another engine of this process has gone on with the same run since. So an
-    actor and a critic that were restored from one checkpoint become two runs."""
+    has none yet, or if another engine of this process has gone on with the same run since: an actor and a critic that
+    were restored from one checkpoint become two runs."""
     history = history_of(engine)
     if history.by_contents:
         return history.run_id

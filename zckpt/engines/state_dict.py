@@ -86,8 +86,8 @@ def check_names(names: Iterable[str]) -> None:
 
 
 def packed_paths(paths: Iterable[Path]) -> list[list[Path | list[str | int]]]:
-    """Returns paths as the tree ``STATE_DICT`` has them: for each map or list, its own path and the keys of its leaves.
-    So the tree has no list for each leaf."""
+    """Returns paths as the tree ``STATE_DICT`` has them: for each map or list, its own path and the keys of its
+    leaves."""
     keys: dict[Path, list[str | int]] = {}
     for path in paths:
         keys.setdefault(path[:-1], []).append(path[-1])
@@ -154,8 +154,7 @@ def _tier_of_host() -> Tier:
 
 
 def held_span(tensor: Any) -> Span:
-    """Returns the elements of a tensor that this rank holds, in the order of its local tensor. These are none of a
-    DTensor on a mesh to which this rank does not belong. Raises ValueError as ``span_of`` does."""
+    """Does what ``span_of`` does. Of a DTensor on a mesh to which this rank does not belong, it holds no elements."""
     if is_sharded(tensor) and tensor.device_mesh.get_coordinate() is None:
         return all_of(tensor.shape).narrow(0, 0)
     return span_of(tensor)

@@ -19,11 +19,10 @@ class Removed:
     path: str
     """The path of the file or directory."""
     nbytes: int
-    """The number of bytes of disk space that the removal has freed. A file with several hard links in several
-    checkpoints is counted when the last link is removed."""
+    """The number of bytes of disk space that the removal has freed. A file with several hard links is counted when the
+    last one is removed."""
     shared_bytes: int
-    """The size in bytes of the removed files that still have hard links in other checkpoints. Their disk space is not
-    freed."""
+    """The size in bytes of the removed files that still have hard links in other checkpoints."""
     reason: str
     """The reason for the removal. ``leftover``: it belonged to a write that died, failed or was replaced.
     ``retention``: it belonged to a checkpoint that ``zckpt.prune`` does not keep. ``discarded``: it belonged to a
@@ -70,8 +69,7 @@ class Cleanup:
 
     @property
     def shared_bytes(self) -> int:
-        """The size in bytes of the removed files whose disk space was not freed, because other checkpoints share
-        them."""
+        """The size in bytes of the removed files that other checkpoints share, so that no disk space was freed."""
         return sum(removed.shared_bytes for removed in self.removed)
 
     def to_json(self) -> str:

@@ -61,9 +61,9 @@ def remove_older(
 ) -> Cleanup:
     """Does the work of ``prune``, and of writes that remove older checkpoints. ``written``: the identity of the run and
     the save id of the checkpoint that a write has just committed. Then only checkpoints of this run are removed, and
-    this checkpoint counts as the one that was committed last, even if its manifest has an older time. The clocks of two
-    hosts may differ, and the files of a copied run may have any times. ``needed``: the save ids of checkpoints that
-    stay, because they are being copied."""
+    this one counts as the last, even if its manifest has an older time: the clocks of two hosts may differ, and the
+    files of a copied run may have any times. ``needed``: the save ids of checkpoints that stay, because they are being
+    copied."""
     store = open_store(run)
     if names.MANIFEST in names_at(store):
         raise CheckpointNotFoundError(
@@ -103,10 +103,8 @@ def _last_of_each_series(committed: Sequence[_Committed], keep_last: int) -> Ite
 
 def _committed(stores: Sequence[Store], now: float) -> tuple[list[_Committed], list[str]]:
     """Returns the complete checkpoints in the order of their commits, and the paths of those that are not complete.
-
-    Times that lie in the future are of a clock that was set back, or of another host. Such a checkpoint takes its place
-    by its step. ``now``: the present time, in seconds since the epoch.
-    """
+    ``now``: the present time, in seconds since the epoch. Later times are of a clock that was set back, or of another
+    host. Such a checkpoint takes its place by its step."""
     committed, unreadable = [], []
     for store in stores:
         path = str(store.location)

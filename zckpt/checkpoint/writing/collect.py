@@ -48,8 +48,8 @@ class Collected:
     state: Mapping[str, Any]
     rank_state: Mapping[str, Any]
     scalars: dict[str, str]
-    """The values that the optimizer keeps once for all ranks, as text, by their path in its state. They are compared
-    between the ranks, and shown if they differ."""
+    """The values that the optimizer keeps once for all ranks, as text, by their path in its state. They are
+    compared."""
     buffers: dict[str, bytes]
     """The digest of each buffer, by its key."""
     left_out: list[str]
@@ -57,7 +57,7 @@ class Collected:
     use: Use
     """What the checkpoint can be used for."""
     unsaved: tuple[str, ...]
-    """A phrase for each thing that no checkpoint can hold, as in ``Inventory.unsaved``."""
+    """As in ``Inventory.unsaved``."""
     replicas: dict[str, ReplicaSet]
     """The sets of replicas of which this rank holds one, by their labels."""
 
@@ -100,8 +100,7 @@ class Changes:
     """What of the trees of one rank is not written as it is."""
 
     replaced: dict[str, str] = field(default_factory=dict)
-    """The values of the caller that are replaced and of which a warning tells: the path of each, and in words its type
-    and that of the plain value."""
+    """The values that are replaced and of which a warning tells: the path of each, and in words both types."""
     left_out: dict[str, str] = field(default_factory=dict)
     """The values that are left out: the path of each, and in words the path and the reason."""
 
@@ -162,8 +161,8 @@ def kept_client_state(client_state: Mapping[str, Any], changes: Changes) -> Mapp
 
 
 def what_is_left_out(adapter: StateAdapter, client_rank_state: Mapping[str, Any] | None) -> dict[str, str]:
-    """Returns what a save of the engine would leave out now, as in ``Changes``. ``client_rank_state``: the states of
-    its registered objects."""
+    """Returns what a save of the engine, with these states of registered objects, would leave out, as in
+    ``Changes``."""
     changes = Changes()
     of_rank = {**adapter.rank_state(), names.CLIENT_RANK_STATE: client_rank_state}
     for value, path in (({"engine": adapter.state()}, ""), (of_rank, "rank_state[0]")):
@@ -174,8 +173,7 @@ def what_is_left_out(adapter: StateAdapter, client_rank_state: Mapping[str, Any]
 def add_rank_tree(
     value: object, fragments: list[Fragment], rank: int, changes: Changes | None = None, *, leave_out: bool = False
 ) -> None:
-    """Adds the tree of one rank, and the tensors and arrays in it, to ``fragments``. The other arguments are those of
-    ``pack_tree``."""
+    """Adds the tree of one rank, and the tensors and arrays in it, to ``fragments``, as ``pack_tree`` does."""
     packed = pack_tree(value, f"rank_state[{rank}]", fragments, rank, changes, leave_out=leave_out)
     fragments.append(_state_fragment(f"rank/{rank}", torch.frombuffer(bytearray(packed), dtype=torch.uint8)))
 
@@ -198,8 +196,8 @@ _ROOT_DEPTH = 1
 def _packed(
     value: object, path: str, keep: Callable[[torch.Tensor], str] | None = None, replaced: dict[str, str] | None = None
 ) -> bytes:
-    """Returns a tree in packed form. ``keep`` stores a tensor and returns its name. Without it, no tensor is stored,
-    and this only finds out whether the tree can be kept. ``replaced``: as in ``Changes``."""
+    """Returns a tree in packed form. ``keep`` stores a tensor and returns its name. Without it, this only finds out
+    whether the tree can be kept. ``replaced``: as in ``Changes``."""
 
     def put(where: str, leaf: object) -> tuple[int, str] | tree.Plain | None:
         # Only this very type: a subclass, such as a masked array, has more than its elements.
@@ -309,7 +307,7 @@ def _checked(tensor: torch.Tensor, path: str) -> torch.Tensor:
 
 
 def _digests(fragments: Iterable[Fragment]) -> dict[str, bytes]:
-    """Returns the digest of each buffer, by its key."""
+    """Returns ``Collected.buffers``."""
     buffers = [(f.key, f.data) for f in fragments if f.part == BUFFER]
     return {key: values_digest(data) for key, data in buffers if isinstance(data, torch.Tensor)}
 

@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 
 
 def packed_for_joining(collected: Collected, changes: Changes, *, leave_out: bool) -> bytes:
-    """Returns, in packed form, what ``joined`` needs of each rank. ``leave_out``: whether values that cannot be kept
-    are left out, and added to ``changes``. If not, it raises StateError."""
+    """Returns, in packed form, what ``joined`` needs of each rank. ``changes``, ``leave_out``: as for ``pack_tree``."""
     trees = {name: collected.state[name] for name in ("optimizer", EXTRA_STATE) if name in collected.state}
     packed, tensors = packed_tree({"engine": trees}, "", str, changes, leave_out=leave_out)
     told = [
@@ -38,10 +37,8 @@ def packed_for_joining(collected: Collected, changes: Changes, *, leave_out: boo
 def joined(
     adapter: StateAdapter, state: Mapping[str, Any], of_ranks: Sequence[bytes], *, leave_out: bool
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Returns the state of an engine and its aliases with the tensors of all ranks. ``adapter``: that of the engine.
-    ``state``: that of one rank. ``of_ranks``: what ``packed_for_joining`` has returned on each rank. ``leave_out``:
-    whether the values of the first rank count if ranks have different values of the same thing. If not, it raises
-    StateError."""
+    """Returns the state of an engine and its aliases with the tensors of all ranks. ``state``: that of one rank.
+    ``of_ranks``: what ``packed_for_joining`` has returned on each rank. ``leave_out``: as for ``joined_optimizer``."""
     unpacked = [_unpacked(raw) for raw in of_ranks]
     aliases = {alias: name for _, of_rank in reversed(unpacked) for alias, name in of_rank.items()}
     whole = dict(state)

@@ -25,7 +25,7 @@ class Machines:
     all: tuple[Machine, ...]
     """The machines, in the order of their leaders. A rank other than rank 0 knows only its own one."""
     several: bool
-    """Whether there are several machines."""
+    """Whether there are several."""
 
     @classmethod
     def one(cls, size: int) -> Machines:
@@ -81,7 +81,7 @@ class Machines:
 
 def find_machines(store: Store, save_id: str, ranks: Ranks) -> Machines:
     """Finds out which ranks see the same directory. Each rank puts a file with a name of its own into the directory of
-    the checkpoint, looks which of the others it sees, and removes its file. This is collective. Raises StorageError and
+    the checkpoint, looks which of the others it sees, and removes its file. Collective. Raises StorageError and
     RankError."""
     found: list[Machines] = []
 

@@ -82,8 +82,8 @@ class Preparation:
 
 @without_collector
 def prepare(engine: object, path: StrPath | None, options: WriteOptions, *, first: bool) -> Preparation:
-    """Collects all state that this rank has to write, and the values that the ranks have to agree about. ``first``:
-    whether this is rank 0."""
+    """Collects what this rank has to write, and about what the ranks have to agree. ``first``: whether this is rank
+    0."""
     options, adapter = options.checked(), readable(engine)
     history = history_of(engine)
     offloaded = away(engine)

@@ -124,8 +124,8 @@ class RankWrite:
     file is too long for a manifest."""
 
     def shared_bytes(self) -> int:
-        """Returns how many bytes of this rank's files the store may share with existing files, which are those of an
-        earlier checkpoint, or swap files."""
+        """Returns how many bytes of this rank's files the store may share with those of an earlier checkpoint, or with
+        swap files."""
 
         def source(data_file: DataFilePlan) -> Location | None:
             if data_file.id.path in self.same:
@@ -203,8 +203,7 @@ class RankWrite:
         return digest(table)
 
     def _write_together(self, ranks: Ranks, snapshot: Snapshot) -> bytes:
-        """Does what ``_write_data`` does, if some of the data are in files that the first of ``ranks`` makes. Returns
-        the digest table of this rank."""
+        """Does what ``_write_data`` does, if some of the data are in files that the first of ``ranks`` makes."""
         own = b""
 
         def make() -> None:
@@ -254,8 +253,7 @@ class RankWrite:
             return run_writes(store, plan, budget, staging, snapshot, advance, self.source, shared, snapshot_bytes)
 
     def commit(self, digests: Sequence[bytes]) -> None:
-        """Commits the checkpoint. The caller calls it when the files of every rank are durable. ``digests`` has the
-        digest of each rank's digest table."""
+        """Commits the checkpoint, when the files of every rank are durable. ``digests``: those of the digest tables."""
         self.put_in_place(*self.with_digests(digests))
 
     def with_digests(self, digests: Sequence[bytes]) -> tuple[bytes, bytes]:
@@ -264,8 +262,8 @@ class RankWrite:
         return catalog.with_digests(manifest, digests), index
 
     def check_files(self, files: Mapping[str, range]) -> None:
-        """Checks that this rank sees files with the lengths in bytes that they may have, by their paths. The caller
-        calls it when the files are durable. Raises FormatError (F001) and RankError."""
+        """Checks that this rank sees durable files with the lengths in bytes that they may have, by their paths. Raises
+        FormatError (F001) and RankError."""
         for (path, may_have), size in zip(files.items(), self.store.sizes([*files]), strict=True):
             if size not in may_have:
                 message = f"{may_have.start} bytes were written, rank {self.rank} sees {size}"
@@ -338,8 +336,7 @@ class RankWrite:
             self._prepared.pop().discard()
 
     def remove(self) -> None:
-        """Removes what this write has made, unless the checkpoint is committed. It is called after a failure, and may
-        be called several times."""
+        """Removes what this write has made, unless the checkpoint is committed. It may be called several times."""
         if self.lock is not None:
             lock, self.lock = self.lock, None
             try:

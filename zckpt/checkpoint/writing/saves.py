@@ -47,8 +47,8 @@ class Saves:
         self._numbers.clear()
 
     def begin(self, directory: StrPath, path: str, step: int) -> int:
-        """Returns the number of the save that begins. If this save fails, ``end`` is not called, and then the next save
-        is a full one. ``directory``: the directory of the run. ``path``: that of the checkpoint."""
+        """Returns the number of the save that begins. If it fails, ``end`` is not called, and then the next save is a
+        full one. ``directory``: that of the run. ``path``: that of the checkpoint."""
         number = self._numbers.pop(_series(directory), None)
         if self._next_is_full:
             self._next_is_full = False
