@@ -24,7 +24,7 @@ from zckpt.checkpoint.writing.options import (
     WriteOptions,
     only_earlier,
 )
-from zckpt.checkpoint.writing.prepare import Preparation, RankPlan, claimed, plan, prepare
+from zckpt.checkpoint.writing.prepare import Preparation, claimed, plan, prepare
 from zckpt.checkpoint.writing.rank_write import RankWrite, join
 from zckpt.engines import engine_of, group_of
 from zckpt.engines.away import away
@@ -237,7 +237,8 @@ def write_together(
     prepared: Preparation
     machines: Machines
     copy_at: Location | None = None
-    planned: RankPlan
+    planned: RankWrite
+    together: Sequence[int]
     write: RankWrite | None = None
     finish: Callable[[Snapshot], None]
     pending: PendingWrite | None = None
@@ -254,14 +255,13 @@ def write_together(
         return prepared.facts
 
     def plan_here() -> Planned:
-        nonlocal planned
-        planned, told = plan(prepared, agreed, own, machines, ranks)
+        nonlocal planned, together
+        planned, together, told = plan(prepared, agreed, own, machines, ranks)
         return told
 
     def begin() -> Space | None:
         nonlocal write, finish, pending
         # A write in the background has to connect its ranks while the training still has its process groups.
-        together = planned.together
         writers = writing_ranks.part(together) if len(together) > 1 else None
         with ranks.interruptible():
             assert assigned is not None, "rank 0 tells every rank what to check"
@@ -269,9 +269,7 @@ def write_together(
             note_write(engine, agreed.run_id)
             leads = machines.leads(ranks.rank)
             latest_in = claimed(prepared) if leads else None
-            write = replace(
-                planned.write, latest_in=latest_in, writers=writers, described=described, data_bytes=data_bytes
-            )
+            write = replace(planned, latest_in=latest_in, writers=writers, described=described, data_bytes=data_bytes)
             finish = partial(_finish, prepared, agreed, machines, write, to_check, writing_ranks, upload)
             if in_background:
                 pending = PendingWrite(prepared.target, finish, writing_ranks)
@@ -285,7 +283,7 @@ def write_together(
         settle(prepared.store, ranks)  # A crash may have left a checkpoint committed on some machines only.
         machines = find_machines(prepared.store, agreed.save_id, ranks)
     _, assigned = ranks.decide_each(
-        plan_here, lambda plans: describe(prepared, own.hosts, machines, planned.write, plans), "plan the write",
+        plan_here, lambda plans: describe(prepared, own.hosts, machines, planned, plans), "plan the write",
         interruptible=False,
     )  # fmt: skip
     # The ranks have agreed by now on whether they write in the background.

@@ -76,7 +76,7 @@ def misfit(tree: Mapping[str, Any], live: object) -> str | None:
         here = _described(live) if is_composed(live) else type(live).__name__
         return None if here == saved else f"differs: {_told(saved)} in the checkpoint, {_told(here)} in the engine"
     try:
-        made = _described(_made(tree, _without_memory))
+        made = _described(_made(tree, lambda kind, _: torch.empty(kind[1], dtype=_dtype(kind[0]), device="meta")))
         why = None if made == saved else f"it becomes {_told(made)}"
     except Exception as error:  # The code of each class fails in its own way.
         why = str(error) or type(error).__name__
@@ -155,11 +155,6 @@ def _made(tree: Mapping[str, Any], inner: Callable[[Any, Any], torch.Tensor]) ->
     tensors = {name: inner(kind, tree[_TENSORS][name]) for name, kind in description["inner"].items()}
     shape, stride = torch.Size(description["shape"]), tuple(description["stride"])
     return named.pop().__tensor_unflatten__(tensors, _context(description["context"]), shape, stride)
-
-
-def _without_memory(kind: Any, _: object) -> torch.Tensor:
-    dtype, shape = kind
-    return torch.empty(shape, dtype=_dtype(dtype), device="meta")
 
 
 def _read(kind: Any, value: Any) -> torch.Tensor:

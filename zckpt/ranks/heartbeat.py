@@ -113,7 +113,8 @@ def meet(store: Store, channel: str, rank: int, members: Sequence[int], call: st
         return [other for other in members if not store.check([key_of(other)])]
 
     def late() -> None:
-        if _is_to_say(rank, lambda other: store.check([key_of(members[other])])):
+        # The rank with the lowest number that has come says it, if it is among the first.
+        if rank < FIRST_FEW and not any(store.check([key_of(other)]) for other in members[:rank]):
             missing = missing_ranks()
             if missing:
                 _say_late(members[rank], missing, call, "begin", timeout)
@@ -174,12 +175,6 @@ def _await(
         time.sleep(pause)
         pause = min(2 * pause, PERIOD_SECONDS / 4)
     return True
-
-
-def _is_to_say(rank: int, is_here: Callable[[int], bool]) -> bool:
-    """Returns whether this rank prints the message about late ranks. The rank with the lowest number that is present
-    prints it, if it is among the first ``FIRST_FEW``."""
-    return rank < FIRST_FEW and not any(is_here(other) for other in range(rank))
 
 
 def _say_late(waiting: int, missing: Sequence[int], call: str, doing: str, timeout: int) -> None:

@@ -81,11 +81,12 @@ def collect(
     places = check_fragments(fragments)
     state, rank_state = adapter.state(), adapter.rank_state()
     scalars = dict(sorted(_leaves(state.get("optimizer"), "optimizer")))
+    buffers = {f.key: values_digest(f.data) for f in fragments if f.part == BUFFER and isinstance(f.data, torch.Tensor)}
     left_out = [part for part in parts if part not in wanted and part not in RESERVED_PARTS]
     all_weights = options.parts is not None and PARAM in options.parts
     use = use_of(wanted, parts, trains=adapter.trains, all_weights=all_weights)
     return Collected(
-        fragments, places, inventory.aliases, state, rank_state, scalars, _digests(fragments), left_out, use,
+        fragments, places, inventory.aliases, state, rank_state, scalars, buffers, left_out, use,
         inventory.unsaved, _replica_sets(fragments, replicas if options.parts is None else {}),
     )  # fmt: skip
 
@@ -304,12 +305,6 @@ def _checked(tensor: torch.Tensor, path: str) -> torch.Tensor:
     if stored_range(tensor) is None:
         synchronize(check_memory([(path, tensor)]))
     return in_order(tensor)
-
-
-def _digests(fragments: Iterable[Fragment]) -> dict[str, bytes]:
-    """Returns ``Collected.buffers``."""
-    buffers = [(f.key, f.data) for f in fragments if f.part == BUFFER]
-    return {key: values_digest(data) for key, data in buffers if isinstance(data, torch.Tensor)}
 
 
 def _replica_sets(

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from zckpt.checkpoint.writing.prepare import Preparation
     from zckpt.checkpoint.writing.rank_write import RankWrite
 
-SHOWN_MAX = 5
-"""The largest number of values that a warning names."""
 LEFT_OUT = "these values are left out of the checkpoints of this engine, because they cannot be kept"
 
 
@@ -234,7 +232,7 @@ def tell(engine: object, message: str, changes: Mapping[str, str]) -> None:
             new.setdefault(place, said)
     told.update(new)
     if new:
-        warn(f"{message}: {first_few([*new.values()], SHOWN_MAX)}")
+        warn(f"{message}: {first_few([*new.values()], 5)}")
 
 
 def _differing(scalars: Sequence[Mapping[str, str]]) -> StateError:

@@ -141,15 +141,6 @@ def _client_digest(options: WriteOptions, *, first: bool) -> bytes | None:
         return b""
 
 
-class RankPlan(NamedTuple):
-    """What one rank writes."""
-
-    write: RankWrite
-    """What carries out the plan, without what only ``begin`` knows."""
-    together: Sequence[int]
-    """The ranks that write to the same files, among them this one."""
-
-
 class _Alone(NamedTuple):
     """What a rank would write if it did not share files with other ranks."""
 
@@ -163,9 +154,10 @@ class _Alone(NamedTuple):
 @without_collector
 def plan(
     prepared: Preparation, agreed: Agreed, own: ForRank, machines: Machines, ranks: Ranks
-) -> tuple[RankPlan, Planned]:
+) -> tuple[RankWrite, Sequence[int], Planned]:
     """Plans the files of this rank. It is called in a step of ``ranks``, and has a step of its own, of those ranks that
-    write to the same files. Returns the plan, and what the rank tells rank 0 about it, which is not kept."""
+    write to the same files. Returns the write, without what only ``begin`` knows, these ranks, and what this rank tells
+    rank 0 about the plan."""
     rank, machine = ranks.rank, machines.of(ranks.rank).ranks
     # Only ranks of one host share files, because they also share the host's page cache. Two hosts that write to one
     # file would wait for each other's locks, or lose bytes, on many file systems.
@@ -209,7 +201,7 @@ def plan(
             sum(data_file.nbytes for data_file in write.data_files), DIGEST_BYTES * (own_blocks + common_blocks),
             write.shared_bytes(), alone.changes.replaced, alone.changes.left_out, alone.replicas,
         )  # fmt: skip
-        return RankPlan(write, together), told
+        return write, together, told
 
 
 def _alone(prepared: Preparation, agreed: Agreed, own: ForRank, ranks: Ranks) -> _Alone:
