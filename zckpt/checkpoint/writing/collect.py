@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import msgpack
 import numpy as np
 import torch
 
@@ -19,13 +20,13 @@ from zckpt.format import names, tree
 from zckpt.format.digest import digest
 from zckpt.format.names import Tier
 from zckpt.geometry import all_of
-from zckpt.plan.inventory import BUFFER, PARAM, RESERVED_PARTS, STATE, Fragment
+from zckpt.plan.inventory import BUFFER, EXTRA_STATE, PARAM, RESERVED_PARTS, STATE, Fragment
 from zckpt.plan.lineage import Use, use_of
 from zckpt.plan.replicas import ReplicaSet
 from zckpt.transfer.devices import synchronize
-from zckpt.transfer.memory import check_fragments, check_memory
+from zckpt.transfer.memory import check_fragments, check_memory, host_bytes
 from zckpt.transfer.stored import in_order, replica_digest, stored_range, values_digest
-from zckpt.transfer.torch_dtypes import DTYPE_NAMES
+from zckpt.transfer.torch_dtypes import DTYPE_NAMES, TORCH_DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -125,12 +126,12 @@ def pack_tree(
     def name(number: int) -> str:
         return f"tree/{rank}/{first + number}"
 
-    packed, tensors = packed_tree(value, path, name, changes or Changes(), leave_out=leave_out)
+    packed, tensors = _packed_tree(value, path, name, changes or Changes(), leave_out=leave_out)
     fragments += [_state_fragment(name(number), tensor) for number, tensor in enumerate(tensors)]
     return packed
 
 
-def packed_tree(
+def _packed_tree(
     value: object, path: str, name: Callable[[int], str], changes: Changes, *, leave_out: bool
 ) -> tuple[bytes, list[torch.Tensor]]:
     """Returns a tree in packed form, as ``pack_tree`` does, and the tensors and arrays in it. ``name`` returns the name
@@ -152,6 +153,46 @@ def packed_tree(
         packed = _packed(_sifted(value, path, changes.left_out), path, keep, replaced)
     changes.replaced.update(replaced)
     return packed, tensors
+
+
+def packed_for_joining(collected: Collected, changes: Changes, *, leave_out: bool) -> bytes:
+    """Returns, in packed form, what ``joined`` needs of each rank. ``changes``, ``leave_out``: as for ``pack_tree``."""
+    trees = {name: collected.state[name] for name in ("optimizer", EXTRA_STATE) if name in collected.state}
+    packed, tensors = _packed_tree({"engine": trees}, "", str, changes, leave_out=leave_out)
+    told = [
+        (DTYPE_NAMES[tensor.dtype], tensor.shape, bytes(host_bytes(tensor.detach().cpu().contiguous())))
+        for tensor in tensors
+    ]
+    raw: bytes = msgpack.packb([packed, dict(collected.aliases), told])
+    return raw
+
+
+def joined(
+    adapter: StateAdapter, state: Mapping[str, Any], of_ranks: Sequence[bytes], *, leave_out: bool
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Returns the state of an engine and its aliases with the tensors of all ranks. ``state``: that of one rank.
+    ``of_ranks``: what ``packed_for_joining`` has returned on each rank. ``leave_out``: as for ``joined_optimizer``."""
+    unpacked = [_unpacked(raw) for raw in of_ranks]
+    aliases = {alias: name for _, of_rank in reversed(unpacked) for alias, name in of_rank.items()}
+    whole = dict(state)
+    if "optimizer" in whole:
+        whole["optimizer"] = adapter.joined_optimizer(
+            [trees["optimizer"] for trees, _ in unpacked], leave_out=leave_out
+        )
+    extra = sorted({name for trees, _ in unpacked for name in trees.get(EXTRA_STATE, ())})
+    return whole | ({EXTRA_STATE: extra} if extra else {}), aliases
+
+
+def _unpacked(raw: bytes) -> tuple[Any, Any]:
+    packed, aliases, tensors = msgpack.unpackb(raw)
+
+    def get(kind: int, name: str) -> object:
+        dtype, shape, data = tensors[int(name)]
+        tensor = torch.empty(shape, dtype=TORCH_DTYPES[dtype], device="cpu")
+        host_bytes(tensor)[:] = np.frombuffer(data, np.uint8)
+        return tensor.numpy() if kind == tree.NDARRAY else tensor
+
+    return tree.unpack(packed, get, "the trees of a rank")["engine"], aliases
 
 
 def kept_client_state(client_state: Mapping[str, Any], changes: Changes) -> Mapping[str, Any]:

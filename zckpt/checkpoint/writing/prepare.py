@@ -13,9 +13,17 @@ import numpy as np
 import torch
 
 from zckpt.checkpoint.listing.runs import latest_name, refuse_place
-from zckpt.checkpoint.writing.collect import Changes, add_rank_tree, collect, fingerprint, kept_client_state, pack_tree
+from zckpt.checkpoint.writing.collect import (
+    Changes,
+    add_rank_tree,
+    collect,
+    fingerprint,
+    joined,
+    kept_client_state,
+    pack_tree,
+    packed_for_joining,
+)
 from zckpt.checkpoint.writing.decide import Facts, Planned
-from zckpt.checkpoint.writing.joining import joined, packed_for_joining
 from zckpt.checkpoint.writing.rank_write import RankWrite
 from zckpt.checkpoint.writing.reuse import LATEST, earlier_checkpoint, reused
 from zckpt.engines import readable
