@@ -172,8 +172,6 @@ class HeldLeaves:
     fragments: list[Fragment] = field(default_factory=list)
     """The elements of the tensors that this rank holds. Of each tensor there is a fragment, which may have none of its
     elements, or several, whose spans have the same grid."""
-    addresses: list[int] = field(default_factory=list)
-    """The address of each fragment."""
     devices: set[torch.device] = field(default_factory=set)
     """The devices of the tensors, without the CPU."""
     values: dict[str, Any] = field(default_factory=dict)
@@ -202,7 +200,6 @@ class HeldLeaves:
             self.devices.add(data.device)
         self.paths[fragment.name] = path
         self.fragments.append(fragment)
-        self.addresses.append(data.data_ptr())
 
     def add_value(self, name: str, path: Path, value: Any) -> None:
         """Adds a plain value."""
@@ -228,15 +225,16 @@ class HeldLeaves:
 
     def aliases(self) -> dict[str, str]:
         """Returns, for each name of a tensor that has the same memory as one before it, the name of that one."""
-        times = Counter(self.addresses)
-        if len(times) == len(self.addresses):
+        tensors: list[Any] = [fragment.data for fragment in self.fragments]
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        times = Counter(addresses)
+        if len(times) == len(addresses):
             return {}
-        held = [*zip(self.fragments, self.addresses, strict=True)]
-        names = {fragment.name for fragment, address in held if times[address] > 1 and fragment.part == PARAM}
+        held = [*zip(self.fragments, tensors, addresses, strict=True)]
+        names = {fragment.name for fragment, _, address in held if times[address] > 1 and fragment.part == PARAM}
         places: defaultdict[str, list[object]] = defaultdict(list)
-        for fragment, address in held:
+        for fragment, data, address in held:
             if fragment.name in names and fragment.span.numel:
-                data: Any = fragment.data
                 places[fragment.name].append((fragment.span, address, data.device, data.dtype))
         first: dict[tuple[object, ...], str] = {}
         named = ((name, first.setdefault(tuple(place), name)) for name, place in places.items())
