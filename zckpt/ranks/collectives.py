@@ -123,10 +123,10 @@ class Ranks:
     def exchange(
         self, sent: torch.Tensor, sent_bytes: Sequence[int], received: torch.Tensor, received_bytes: Sequence[int]
     ) -> None:
-        """Sends bytes from each rank to each rank. ``sent`` and ``received`` are 1-D uint8 tensors in host memory.
-        ``sent`` holds first the bytes for rank 0, then those for rank 1, and so on; ``sent_bytes`` says how many each
-        of them gets. ``received`` and ``received_bytes`` are the same for the bytes that come from each rank. Raises
-        RankError, which names the rank, if a rank is gone or hangs."""
+        """Sends bytes from each rank to each rank. ``sent``, a 1-D uint8 tensor in host memory, holds first the bytes
+        for rank 0, then those for rank 1, and so on; ``sent_bytes`` says how many each of them gets. ``received`` and
+        ``received_bytes`` are the same for the bytes that come from each rank. Raises RankError, which names the rank,
+        if a rank is gone or hangs."""
         group = self._group
         if group is None:
             received.copy_(sent)
@@ -154,16 +154,14 @@ class Ranks:
 
     def together(self, action: Callable[[], T], doing: str, *, interruptible: bool = True) -> T:
         """Runs ``action`` on every rank. Returns its result only if it succeeded on all ranks. A rank on which it
-        failed raises its own error. Every other rank raises a RankError that names the first rank on which it
-        failed."""
+        failed raises its own error, and every other rank a RankError that names the first of these ranks."""
         results: list[T] = []
         self.decide(lambda: results.append(action()), lambda _: None, doing, interruptible=interruptible)
         return results[0]
 
     def first(self, action: Callable[[], T], doing: str) -> T:
-        """Runs ``action`` on rank 0 alone. Every rank returns its result or raises an error. Inside of ``undivided``,
-        no rank raises Ctrl-C here, because a rank that has nothing to do would report a failure of what rank 0 has
-        done."""
+        """Runs ``action`` on rank 0 alone. Every rank returns its result or raises an error. It is not interruptible,
+        because a rank that has nothing to do would report a failure of what rank 0 has done."""
         return self.decide(
             lambda: action() if self.rank == 0 else None,
             lambda results: cast("T", results[0]),
@@ -202,8 +200,8 @@ class Ranks:
         *,
         interruptible: bool = True,
     ) -> tuple[D, E | None]:
-        """Does what ``decide`` does. But ``decide`` returns a value for all ranks and one for each rank, by its number.
-        Returns the first one and that of this rank, which is None if there is none for it."""
+        """Does what ``decide`` does, but the argument ``decide`` returns a value for all ranks, and one for some of
+        them by their numbers. Returns the first one, and that of this rank or None."""
 
         def run() -> bytes:
             with self.interruptible() if interruptible else nullcontext():
@@ -348,8 +346,7 @@ def check_equal(values: Sequence[object], what: str, hint: str | None = None) ->
 
 
 def comparable(**arguments: object) -> dict[str, object]:
-    """Returns the arguments of a call in a form that ``check_arguments`` can compare: plain values, and sorted lists
-    for collections of names."""
+    """Returns arguments in a form that ``check_arguments`` can compare: collections of names as sorted lists."""
     return {
         name: value if value is None or isinstance(value, (str, bool, int)) else sorted(value)  # type: ignore[call-overload]
         for name, value in arguments.items()

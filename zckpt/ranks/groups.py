@@ -115,7 +115,7 @@ class Group:
                 return
 
     def close(self) -> None:
-        """Ends the group and its threads. After this call, no messages can be exchanged."""
+        """Ends the group and its threads."""
         self.closed = True
         self.lives.close()
         if not all(work.is_completed() for work in self._works):
@@ -152,8 +152,8 @@ if hasattr(os, "register_at_fork"):
 
 
 def group_of(here: Job, members: tuple[int, ...], rank: int, channel: str, call: str) -> Group:
-    """Returns the group of these ranks of the job. It is made once for each process and job, because all ranks have to
-    make it together. After a rank was lost, it is made anew."""
+    """Returns the group of these ranks of the job. It is made once, because all ranks have to make it together, and
+    anew after a rank was lost."""
     for earlier in [each for each in jobs() if each.is_over]:
         for key in [key for key in earlier.groups if key[1] == channel]:
             earlier.groups.pop(key).close()  # A write in the background may still use another channel.

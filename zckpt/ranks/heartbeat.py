@@ -92,7 +92,6 @@ def _acting() -> tuple[Lives, ...]:
 
 def meet(store: Store, channel: str, rank: int, members: Sequence[int], call: str) -> str:
     """Waits until all ranks of a group have come. Returns a name that no group has had before, the same on all ranks.
-    All ranks call it.
 
     ``channel`` says what the group is for. ``members`` has the numbers of its ranks in the job. ``call`` is the
     function that all of them have to call. If they meet inside of a step of a larger group, its signs of life tell
@@ -248,7 +247,7 @@ class Lives:
 
     def _await_neighbors(self) -> None:
         """Waits until the parent and the children have come. Others wait for this rank meanwhile, so it gives signs of
-        life, and tells them if one of its own has not come."""
+        life, and tells them if one has not come."""
 
         def meanwhile() -> None:
             sign_of_life()
@@ -345,16 +344,15 @@ class Lives:
             self._store_gone = time.monotonic()
 
     def close(self) -> None:
-        """Ends the thread, and waits for its end, but no longer than a period. It has to be called when the group is
-        given up."""
+        """Ends the thread, and waits for its end, but no longer than a period."""
         self._watcher.close(self.period)
         if self._verdict is not None and self._members[self._rank] == 0:
             with suppress(RuntimeError):
                 self._wait_until_heard()
 
     def _wait_until_heard(self) -> None:
-        """Waits until all other ranks have heard which rank is gone, but no longer than ``LOST_PERIODS`` periods. The
-        process of rank 0 may have the store, from which they hear it, and may end at once after its error."""
+        """Waits until all other ranks have heard which rank is gone, but no longer than ``LOST_PERIODS``. The process
+        of rank 0 may have the store, from which they hear it, and may end at once after its error."""
         give_up = time.monotonic() + LOST_PERIODS * self.period
         while self._store.add(self._heard_key, 0) < len(self._members) - 1 and time.monotonic() < give_up:
             time.sleep(self.period / 20)
@@ -397,8 +395,8 @@ class Lives:
                 _say_late(self._members[self._rank], names, self._call, self._doing or "go on", self._timeout)
 
     def _says_it(self, late: Sequence[int]) -> bool:
-        """Returns whether this rank prints the message about these ranks. The parent of late ranks prints it. If a
-        parent is late, its first child that is present does."""
+        """Returns whether this rank prints the message about these ranks. Their parent does, or if a parent is late,
+        its first child that is present."""
         if late[-1] > self._rank:
             return True
         earlier = [rank for rank in self._present_siblings() if rank < self._rank]

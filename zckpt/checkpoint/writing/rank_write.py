@@ -1,5 +1,4 @@
-"""One rank's part in the write of a checkpoint. Each rank writes its own files. Rank 0 also takes the lock, writes the
-index and the manifest, and commits."""
+"""One rank's part in the write of a checkpoint."""
 
 from __future__ import annotations
 
@@ -67,10 +66,8 @@ class RankWrite:
     ranks call ``check_files`` for each other's files, and rank 0 commits in three steps: ``prepare_commit``,
     ``commit_prepared`` and ``finish``. Each step begins after all ranks have done the step before. A copy and a
     conversion call ``make_manifest`` first, and in the end ``commit``, which checks all files and does the three steps.
-    After the commit, the lock is released. After a failure on any rank, every rank calls ``remove``.
-
-    If each machine writes to a disk of its own, the leader of every machine does all that rank 0 does. So the machines
-    commit together."""
+    After the commit, the lock is released. After a failure on any rank, every rank calls ``remove``. If each machine
+    writes to a disk of its own, the leader of every machine does all that rank 0 does, so they commit together."""
 
     store: Store
     """The directory of the checkpoint."""
@@ -87,25 +84,23 @@ class RankWrite:
     source: CopySource | None = None
     """The checkpoint that is copied. None means that the state of an engine is written."""
     with_table: bool = True
-    """Whether ``write_data_files`` also writes the digest table of the rank. If several processes copy files of one
-    rank, only one of them writes it."""
+    """Whether ``write_data_files`` also writes the digest table. Of several processes that copy a rank's files, one
+    does."""
     same: Mapping[str, SameFile] = field(default_factory=dict)
     """The files of this rank that another checkpoint has already, by their path. The store is asked to share them. If
     it cannot, they are written."""
     machine: Collection[int] | None = None
-    """The ranks whose files are in this directory, if each machine writes to a disk of its own. None means all
-    ranks."""
+    """The ranks whose files are in this directory, if each machine writes to a disk of its own. None means all."""
     common_files: Sequence[CommonFile] = ()
     """The files that several ranks write, and that this rank makes before they do."""
     writers: Ranks | None = None
     """The ranks that write to the same files, among them this one. None if this rank has its files to itself."""
     goes_on: bool = False
-    """Whether an earlier try of the same copy may have left files, with which this one goes on."""
+    """Whether this goes on with files that an earlier try of the same copy may have left."""
     leaves_files: bool = False
     """Whether the files of the copy stay after a failure, so that another try can go on with them."""
     described: tuple[bytes, bytes] = (b"", b"")
-    """The manifest without digests, and the index, on the leader: those that are given, or those that ``make_manifest``
-    makes."""
+    """On the leader, the manifest without digests, and the index. They are given, or ``make_manifest`` makes them."""
     data_bytes: int = 0
     """How many bytes the ranks write to this directory, beside what ``described`` has, on the leader."""
     lock: WriteLock | None = field(default=None, init=False)
