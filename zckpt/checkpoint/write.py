@@ -216,22 +216,20 @@ def write(
     return write_engine(engine_of(engine), path, options)
 
 
-def write_engine(
-    engine: object, path: StrPath | None, options: WriteOptions, call: str = "zckpt.write"
-) -> str | PendingWrite:
-    """Does the work of ``zckpt.write``, and of the ``save_checkpoint`` of an attached engine. ``call``: the function
-    that every rank has to call, for messages."""
-    ranks = Ranks(group_of(engine), call=call)
+def write_engine(engine: object, path: StrPath | None, options: WriteOptions) -> str | PendingWrite:
+    """Does the work of ``zckpt.write``, and of the ``save_checkpoint`` of an attached engine."""
+    ranks = Ranks(group_of(engine), call="zckpt.write")
     wait_for(ranks)
     with ranks.undivided():
-        return write_together(engine, path, options, call, ranks)
+        return write_together(engine, path, options, "zckpt.write", ranks)
 
 
 def write_together(
     engine: object, path: StrPath | None, options: WriteOptions, call: str, ranks: Ranks
 ) -> str | PendingWrite:
-    """Does the work of ``write_engine``, and of the writes of state dicts. ``ranks``: those of the engine. The caller
-    is inside of their ``undivided``, and has waited for their writes in the background."""
+    """Does the work of ``write_engine``, and of the writes of state dicts. ``call``: the function that every rank has
+    to call, for messages. ``ranks``: those of the engine. The caller is inside of their ``undivided``, and has waited
+    for their writes in the background."""
     # Each step below runs on all ranks. Nothing between two steps can fail, or one rank would leave the others waiting.
     group = group_of(engine)
     prepared: Preparation

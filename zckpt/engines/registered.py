@@ -76,8 +76,7 @@ def registered(engine: object) -> Registered:
 def with_registered(engine: object, rank_state: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """Returns ``rank_state`` together with the states of the registered objects of the engine by name, or None if there
     is neither. Raises ValueError for a name that is in both, and any error that a ``state_dict`` raises."""
-    existing = getattr(engine, _REGISTERED, None)
-    objects = existing.objects if isinstance(existing, Registered) else {}
+    objects = registered(engine).objects
     both = sorted(objects.keys() & (rank_state or {}).keys())
     if both:
         raise ValueError(

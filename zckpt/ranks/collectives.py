@@ -85,8 +85,7 @@ class Ranks:
         """The same ranks, for calls at the time when the background uses its own group. If the training has destroyed
         its process groups since, this is this process alone."""
         ranks = object.__new__(Ranks)
-        number = self.members[self.rank]
-        ranks._connect((number,) if self.job_is_over else self.members, number, CALLS, call)
+        ranks._connect((self.job_rank,) if self.job_is_over else self.members, self.job_rank, CALLS, call)
         return ranks
 
     def part(self, numbers: Sequence[int]) -> Ranks:

@@ -15,14 +15,7 @@ from zckpt.checkpoint.listing.runs import latest_name, manifest_bytes, names_in
 from zckpt.checkpoint.writing.collect import tensors_of
 from zckpt.checkpoint.writing.removal import clear_for_write, remove
 from zckpt.checkpoint.writing.reuse import SameFile, read_back
-from zckpt.errors import (
-    CheckpointExistsError,
-    FormatError,
-    MissingFileError,
-    RankError,
-    StorageError,
-    first_few,
-)
+from zckpt.errors import CheckpointExistsError, FormatError, MissingFileError, RankError, StorageError, first_few
 from zckpt.format import manifest as manifest_format
 from zckpt.format import names
 from zckpt.format.digest import DIGEST_BYTES, digest
