@@ -180,10 +180,6 @@ class BackgroundWork:
             self._snapshot.end()
             self._end()
 
-    def _report(self) -> None:
-        if self.error is not None and not self._seen:
-            traceback.print_exception(self.error)
-
 
 class PendingWrite(BackgroundWork):
     """A write in the background, as ``zckpt.write(..., background=True)`` returns it.
@@ -336,7 +332,8 @@ except RuntimeError:
 def _report() -> None:
     wait_until_all_ended()  # in case that a signal handler of the program has ended the first wait by an error
     for pending in _pending.values():
-        pending._report()
+        if pending.error is not None and not pending._seen:
+            traceback.print_exception(pending.error)
 
 
 if hasattr(os, "register_at_fork"):

@@ -50,28 +50,24 @@ class Options(CommonOptions, total=False):
     step: int
 
 
+class _Options(Options, total=False):
+    process_group: ProcessGroup | None
+    per_rank: Collection[str]
+    overwrite: bool
+
+
 @overload
 def write_state_dict(
-    state_dict: Mapping[Any, Any],
-    path: StrPath,
-    *,
-    process_group: ProcessGroup | None = None,
-    per_rank: Collection[str] = (),
-    overwrite: bool = False,
-    background: Literal[False] = False,
-    **options: Unpack[Options],
+    state_dict: Mapping[Any, Any], path: StrPath, *, background: Literal[False] = False, **options: Unpack[_Options]
 ) -> str: ...
 @overload
 def write_state_dict(
     state_dict: Mapping[Any, Any],
     path: StrPath,
     *,
-    process_group: ProcessGroup | None = None,
-    per_rank: Collection[str] = (),
-    overwrite: bool = False,
     background: Literal[True] | Background,
     snapshot_bytes: int | None = None,
-    **options: Unpack[Options],
+    **options: Unpack[_Options],
 ) -> PendingWrite: ...
 def write_state_dict(
     state_dict: Mapping[Any, Any],

@@ -25,7 +25,7 @@ from zckpt.checkpoint.writing.collect import (
 )
 from zckpt.checkpoint.writing.decide import Facts, Planned
 from zckpt.checkpoint.writing.rank_write import RankWrite
-from zckpt.checkpoint.writing.reuse import LATEST, earlier_checkpoint, reused
+from zckpt.checkpoint.writing.reuse import LATEST, SameFile, earlier_checkpoint, reused
 from zckpt.engines import readable
 from zckpt.engines.away import away
 from zckpt.engines.history import claim, history_of
@@ -54,7 +54,6 @@ if TYPE_CHECKING:
     from zckpt.checkpoint.writing.decide import Agreed, ForRank
     from zckpt.checkpoint.writing.machines import Machines
     from zckpt.checkpoint.writing.options import WriteOptions
-    from zckpt.checkpoint.writing.reuse import SameFile
     from zckpt.engines.contract import StateAdapter
     from zckpt.plan.data_files import DataFilePlan
     from zckpt.plan.inventory import Fragment
@@ -190,8 +189,14 @@ def plan(
     with ranks.interruptible():
         to_share = [Range(*fields) for fields in ranges or ()]
         own_plans, ranges_of_files = own_files(alone.data_files, to_share, together[0], block_bytes=BLOCK_BYTES)
-        own_plans, same = _reused(prepared, rank, own_plans, agreed.earlier)
-        options = prepared.options
+        options, same = prepared.options, dict[str, SameFile]()
+        try:
+            if agreed.earlier:
+                budget = budget_or_default(options.budget)
+                own_plans, same = reused(own_plans, rank, agreed.earlier, budget, BLOCK_BYTES)
+        except ZckptError:
+            if options.reuse != LATEST:  # The caller has asked for this very checkpoint.
+                raise
         background = options.in_background
         if background is not None and background.snapshot_bytes is None:
             share_bytes = available_bytes() // 2 // own.ranks_of_host
@@ -270,18 +275,6 @@ def _packed_root(
     if collected.left_out:
         root[names.LEFT_OUT] = collected.left_out
     return pack_tree(root, "", fragments, 0, changes, leave_out=options.leave_out), aliases
-
-
-def _reused(
-    prepared: Preparation, rank: int, data_files: tuple[DataFilePlan, ...], earlier: str
-) -> tuple[tuple[DataFilePlan, ...], Mapping[str, SameFile]]:
-    try:
-        if earlier:
-            return reused(data_files, rank, earlier, budget_or_default(prepared.options.budget), BLOCK_BYTES)
-    except ZckptError:
-        if prepared.options.reuse != LATEST:  # The caller has asked for this very checkpoint.
-            raise
-    return data_files, {}
 
 
 def claimed(prepared: Preparation) -> Store | None:
