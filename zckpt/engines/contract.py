@@ -284,7 +284,6 @@ class UsingMethod(NamedTuple):
     """A method that uses tensors of the state."""
 
     owner: Any
-    """The object whose method it is."""
     method: str
     """The name of the method. ``__call__`` stands for every call of a module, whoever makes it."""
     parts: Collection[str] | None = None

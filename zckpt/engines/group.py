@@ -19,7 +19,6 @@ class RankGroup:
     handle: dist.ProcessGroup | None
     """The process group for collectives. None stands for all ranks of the job."""
     rank: int
-    """The number of this rank within the group."""
     ranks: tuple[int, ...]
     """The numbers that the group's ranks have in the whole job."""
 

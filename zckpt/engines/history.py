@@ -10,7 +10,6 @@ from weakref import ReferenceType, ref
 _HISTORY = "_zckpt_history"
 """The name of the attribute of an engine that has its ``History``."""
 _writes = 0
-"""The number of writes in this process so far."""
 _written: dict[str, tuple[ReferenceType[object], int]] = {}
 """The engine that has written the last checkpoint of each run, and the number of that write."""
 _writers: dict[str, tuple[str, ReferenceType[object]]] = {}
@@ -42,7 +41,6 @@ class History:
 
 
 def history_of(engine: object) -> History:
-    """Returns the history of an engine."""
     history = getattr(engine, _HISTORY, None)
     if not isinstance(history, History):
         history = History()
@@ -63,7 +61,6 @@ def run_id_of_next_write(engine: object) -> str:
 
 
 def note_write(engine: object, run_id: str) -> None:
-    """Notes that ``engine`` writes a checkpoint of the run with this identity."""
     global _writes  # noqa: PLW0603  it orders the writes of all engines
     _writes += 1
     _written[run_id] = ref(engine), _writes

@@ -70,7 +70,6 @@ def leaves_of(state_dict: object) -> dict[str, Leaf]:
 
 
 def name_of(path: Path) -> str:
-    """Returns the name of a leaf."""
     return ".".join(map(str, path))
 
 
@@ -177,7 +176,6 @@ class HeldLeaves:
     values: dict[str, Any] = field(default_factory=dict)
     """The plain values. The bytes of an ``io.BytesIO`` are in its place."""
     paths: dict[str, Path] = field(default_factory=dict)
-    """The path of each leaf."""
     streams: set[str] = field(default_factory=set)
     """The names of the plain values that are an ``io.BytesIO``."""
 
@@ -202,7 +200,6 @@ class HeldLeaves:
         self.fragments.append(fragment)
 
     def add_value(self, name: str, path: Path, value: Any) -> None:
-        """Adds a plain value."""
         self.paths[name] = path
         if isinstance(value, BytesIO):
             if value.closed:

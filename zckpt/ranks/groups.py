@@ -72,23 +72,19 @@ class Group:
         self._below = Family(self._group(family(rank, size)), self.wait) if children(rank, size) else None
 
     def collect(self) -> list[bytes]:
-        """Returns what the children of this rank ask."""
         return self._below.collect() if self._below else []
 
     def answer(self, messages: Sequence[bytes]) -> None:
-        """Answers each child of this rank."""
         if self._below:
             self._below.answer(messages)
 
     def ask(self, message: bytes) -> bytes:
-        """Asks the parent of this rank, and returns its answer."""
         assert self._above is not None, "rank 0 has no parent"
         return self._above.ask(message)
 
     def exchange(
         self, sent: torch.Tensor, sent_bytes: Sequence[int], received: torch.Tensor, received_bytes: Sequence[int]
     ) -> None:
-        """Does what ``Ranks.exchange`` does."""
         gloo = self._group(self._all)
         self.wait(gloo.alltoall_base(received, sent, [*received_bytes], [*sent_bytes]))
 
@@ -129,7 +125,6 @@ class Group:
 
 
 def close_all() -> None:
-    """Ends the threads of all groups of this process."""
     for each in jobs():
         close_groups(each)
 

@@ -205,18 +205,14 @@ class Lives:
         self._failure: tuple[int, str, int | None, str | None] | None = None
         """What ``tell_failure`` has told last, as far as this rank has heard it."""
         self._actions = 0
-        """How many actions of steps this rank has begun."""
         self._watched = neighbors(rank, len(members))
         self._beats = 0
         """How many periods the thread of this object has run. It shows the others that the process is alive."""
         self._waits = False
-        """Whether this rank waits for other ranks."""
         self._said = False
         """Whether late ranks were found in this wait already. There is only one message about them."""
         self._waits_since = 0.0
-        """When this wait began."""
         self._call = ""
-        """The function of zckpt that all ranks have to call."""
         self._heard: dict[int, tuple[str, float]] = {}
         """The last number of steps of each rank that is watched, and when it was first seen."""
         self._shown: dict[int, tuple[list[str], float]] = {}

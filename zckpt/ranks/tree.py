@@ -19,7 +19,6 @@ def parent(rank: int) -> int:
 
 
 def children(rank: int, size: int) -> range:
-    """Returns the children of a rank in a group of ``size`` ranks."""
     first = rank * FAN_OUT + 1
     return range(min(first, size), min(first + FAN_OUT, size))
 
@@ -46,7 +45,6 @@ class StepReport(NamedTuple):
     failure: tuple[int, str] | None = None
     """The first rank that has failed, and its error in words."""
     failures: int = 0
-    """How many ranks have failed."""
 
 
 def joined(own: StepReport, below: Sequence[tuple[int, StepReport]]) -> StepReport:

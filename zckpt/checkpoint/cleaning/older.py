@@ -29,9 +29,7 @@ class Series(NamedTuple):
     """What is alike for the checkpoints that take each other's place."""
 
     run_id: str
-    """The identity of the training run."""
     use: str
-    """What the checkpoints can be used for."""
     has_param: bool
     """Whether they have the part ``param``. If a run has frozen weights, only some checkpoints may have them."""
     of_trainer: bool

@@ -56,7 +56,6 @@ class Collected:
     left_out: list[str]
     """The parts of the optimizer that the engine has and that ``options`` leave out."""
     use: Use
-    """What the checkpoint can be used for."""
     unsaved: tuple[str, ...]
     """As in ``Inventory.unsaved``."""
     replicas: dict[str, ReplicaSet]

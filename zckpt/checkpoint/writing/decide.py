@@ -58,9 +58,7 @@ class Agreed(NamedTuple):
 
     save_id: str
     earlier: str
-    """As ``Facts.earlier`` of rank 0."""
     run_id: str
-    """The identity of the run that the checkpoint belongs to."""
     client_states_differ: bool
     """Whether a rank has another client_state than rank 0."""
     scalars_differ: bool
@@ -92,9 +90,7 @@ class Planned(NamedTuple):
     scalars: Mapping[str, str]
     """``Collected.scalars``, or nothing unless ``Agreed.scalars_differ``."""
     data_bytes: int
-    """The size of the rank's data files in bytes."""
     table_bytes: int
-    """The size of the rank's digest table in bytes."""
     shared_bytes: int
     """How many bytes of the rank's files may be shared with existing files, and need no space then."""
     replaced: Mapping[str, str]

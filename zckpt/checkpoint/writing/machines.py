@@ -25,7 +25,6 @@ class Machines:
     all: tuple[Machine, ...]
     """The machines, in the order of their leaders. A rank other than rank 0 knows only its own one."""
     several: bool
-    """Whether there are several."""
 
     @classmethod
     def one(cls, size: int) -> Machines:
@@ -43,11 +42,9 @@ class Machines:
         return cls(found, len(found) > 1)
 
     def of(self, rank: int) -> Machine:
-        """Returns the machine of a rank."""
         return next(machine for machine in self.all if rank in machine.ranks)
 
     def leads(self, rank: int) -> bool:
-        """Returns whether this rank is the leader of its machine."""
         return self.of(rank).ranks[0] == rank
 
     @property
