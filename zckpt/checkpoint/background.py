@@ -1,5 +1,4 @@
-"""Runs writes and offloads in the background while the training goes on, one at a time for the same ranks, and reports
-their errors."""
+"""Runs writes and offloads while the training goes on, one at a time for the same ranks, and reports their errors."""
 
 from __future__ import annotations
 
@@ -25,13 +24,11 @@ if TYPE_CHECKING:
 
 _INTERRUPTED = "it was interrupted before all of the state had been copied"
 _pending: dict[tuple[int, ...], BackgroundWork] = {}
-"""The work in the background that nobody has waited for yet, by the numbers in the job of the ranks that do it
-together."""
+"""The work that nobody has waited for yet, by the numbers in the job of the ranks that do it together."""
 
 
 class BackgroundWork:
-    """Work that each rank does in a thread of its own, such as a write. ``PendingWrite`` says what becomes of its
-    error."""
+    """Work that each rank does in a thread of its own. ``PendingWrite`` says what becomes of its error."""
 
     def __init__(self, what: str, finish: Callable[[Snapshot], None], ranks: Ranks) -> None:
         """``what``: a name of the work for messages, such as "the write of /run/step1". ``finish``: does the work, in
@@ -47,8 +44,7 @@ class BackgroundWork:
         self._cancelled = False
         self._seen = False
         self._afterwards: list[Callable[[], None]] | None = []
-        """The functions that this rank's thread calls once all ranks have finished the work. None means that the thread
-        calls no more of them."""
+        """What the thread calls once all ranks have finished the work. None means that it calls nothing more."""
         self._ending = threading.Lock()
         # The interpreter waits for threads that are no daemons before it exits.
         self._worker = Worker(self._run, "zckpt-background", daemon=False)
@@ -131,15 +127,13 @@ class BackgroundWork:
 
     def wait_until_copied(self, ranks: Ranks) -> None:
         """Waits until the state that may change as soon as training goes on has been copied. Raises nothing except
-        KeyboardInterrupt, which gives up the work. An interrupt that arrives after the copies are made is not raised
-        here."""
+        KeyboardInterrupt, which gives up the work. A later interrupt is not raised here."""
         if not self._snapshot.copied.is_set():
             with self._giving_up(), ranks.interruptible():
                 self._snapshot.copied.wait()
 
     def wait_until_taken(self) -> None:
-        """Waits until all of the engine's state may change. Raises nothing except KeyboardInterrupt, which gives up the
-        work."""
+        """Waits until all of the engine's state may change. Raises only KeyboardInterrupt, which gives up the work."""
         with self._giving_up():
             self._wait_until_taken()
 

@@ -67,8 +67,7 @@ class StateAdapter(ABC):
 
     @staticmethod
     def process_group(engine: Any) -> ProcessGroup | None:
-        """Returns the process group of the engine's ranks, or None if these are all ranks of the job. This never raises
-        an error."""
+        """Returns the process group of the engine's ranks, or None for all ranks of the job. Never raises an error."""
         return None
 
     @property
@@ -99,8 +98,7 @@ class StateAdapter(ABC):
     @property
     def peft_configs(self) -> dict[str, str]:
         """The configuration of each adapter of a PEFT model, by the adapter's name, as the text of its file
-        ``adapter_config.json``. It is empty if the model has none. Raises StateError for a configuration that JSON
-        cannot represent."""
+        ``adapter_config.json``. Raises StateError for one that JSON cannot represent."""
         return {}
 
     @property
@@ -145,8 +143,7 @@ class StateAdapter(ABC):
 
     def refuse_lazy(self) -> None:
         """Raises UnsupportedError unless the master weights and moments that ``inventory`` returns change only in a
-        step of the optimizer, before which ``before_change`` calls its action. Forward and backward passes between two
-        steps must not change them."""
+        step of the optimizer, before which ``before_change`` calls its action, and not in forward or backward."""
         raise UnsupportedError("snapshot='lazy': zckpt does not know when this engine changes its state")
 
     @abstractmethod
@@ -262,8 +259,7 @@ class EngineAdapter(StateAdapter):
 
     @abstractmethod
     def unexpected(self, stored: Mapping[str, Collection[str]]) -> list[str]:
-        """Returns the keys for which the engine has no place on any rank. ``stored``: the names of the checkpoint's
-        tensors by part."""
+        """Returns the keys for which no rank has a place. ``stored``: the names of the checkpoint's tensors by part."""
 
     @abstractmethod
     def restoring(self, selection: Selection) -> Restoring:
@@ -297,8 +293,7 @@ class Selection:
     """What one restore puts into an engine, on one rank."""
 
     stored: Mapping[str, Collection[str]]
-    """The names of the checkpoint's tensors by part, for all parts that may be read, whether they fit the engine or
-    not."""
+    """The names of the checkpoint's tensors by part, for all parts that may be read, also those that do not fit."""
     wanted: tuple[Fragment, ...]
     """Those fragments of ``EngineAdapter.wanted`` that are filled. A moment that the checkpoint does not have is filled
     with zeros, all other fragments are filled from the checkpoint."""
@@ -312,13 +307,11 @@ class Selection:
     is a problem, unless the engine can keep its own values."""
     rank_state: Mapping[str, Any] | None
     """The tree that this rank saved. It is None if another number of ranks wrote the checkpoint, or if nothing needs
-    the tree. In the place of each tensor and array, the tree has a function without arguments that reads and returns
-    it."""
+    the tree. In the place of tensors and arrays, it has functions without arguments that return them."""
     rng: bool
     """Whether the random number generators are restored too. If not, they are not changed."""
     strict: bool = True
-    """Whether it is a problem if only a part of a tree fits the engine. If not, the engine keeps the rest of its own
-    values."""
+    """Whether it is a problem if only a part of a tree fits. If not, the engine keeps the rest of its own values."""
     keeps_settings: bool = False
     """Whether the engine keeps its own settings: those of its optimizer, such as the learning rate and the weight
     decay, and those of its scheduler. Values that are counted while the engine trains are no settings. The scheduler
@@ -343,8 +336,7 @@ class Restoring(Protocol):
 
     def problems(self) -> list[str]:
         """Returns the reasons why the state cannot be restored together with the tensors, one line each. Changes
-        nothing. If there is any reason, no other method may be called. Raises FormatError for a tree that
-        ``EngineAdapter.state`` did not make."""
+        nothing. If there is any, no other method may be called. Raises FormatError for a tree of another form."""
 
     def fill(self) -> Generator[Batch, None, None]:
         """Yields all fragments of ``Selection.wanted`` in batches. The ``data`` of each fragment is memory that the

@@ -1,5 +1,4 @@
-"""The objects that are saved and restored with an engine on each rank, such as data loaders, and zckpt.register, which
-registers them."""
+"""The objects that are saved and restored with an engine on each rank, such as data loaders, and zckpt.register."""
 
 from __future__ import annotations
 
@@ -15,8 +14,7 @@ if TYPE_CHECKING:
     from zckpt.engines.contract import EngineAdapter
 
 _REGISTERED = "_zckpt_registered"
-"""The attribute of an engine that has its ``Registered``. A table of all engines would keep alive every object to which
-a registered object refers."""
+"""The attribute of an engine that has its ``Registered``. A table would keep registered objects alive."""
 _METHODS = ("state_dict", "load_state_dict")
 
 

@@ -85,8 +85,7 @@ def check_names(names: Iterable[str]) -> None:
 
 
 def packed_paths(paths: Iterable[Path]) -> list[list[Path | list[str | int]]]:
-    """Returns paths as the tree ``STATE_DICT`` has them: for each map or list, its own path and the keys of its
-    leaves."""
+    """Returns paths as ``STATE_DICT`` has them: for each map or list, its own path and the keys of its leaves."""
     keys: dict[Path, list[str | int]] = {}
     for path in paths:
         keys.setdefault(path[:-1], []).append(path[-1])
@@ -208,8 +207,7 @@ class HeldLeaves:
         self.values[name] = value.getvalue() if isinstance(value, BytesIO) else value
 
     def with_own(self, per_rank: Collection[str], rank: int) -> HeldLeaves:
-        """Returns the same, with the plain tensors that a name or glob in ``per_rank`` matches as the own tensors of
-        this rank."""
+        """Returns the same, with plain tensors that match ``per_rank``, names or globs, as those of this rank alone."""
         if not per_rank:
             return self
         fragments = [

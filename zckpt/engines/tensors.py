@@ -1,5 +1,4 @@
-"""What the adapters of all frameworks need to know about tensors and modules: names of dtypes, names of parameters,
-buffers."""
+"""What the adapters of all frameworks need to know about tensors and modules, such as names."""
 
 from __future__ import annotations
 
@@ -105,8 +104,7 @@ def holdings(
     inside: frozenset[int] = frozenset(),
 ) -> Iterable[Holding]:
     """Returns a holding for each dense tensor with elements that is in ``value``, which is a tensor or a collection.
-    ``workspace``, ``in_tree``: as in ``Holding``. ``inside``: the collections in which ``value`` is, by ``id``, because
-    a collection may contain itself."""
+    ``workspace``, ``in_tree``: as in ``Holding``. ``inside``: the collections around it, by ``id``, to find cycles."""
     items: Iterable[Any] = ()
     if isinstance(value, torch.Tensor):
         if value.layout == torch.sparse_coo:

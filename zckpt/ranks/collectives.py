@@ -104,8 +104,7 @@ class Ranks:
 
     @property
     def job_is_over(self) -> bool:
-        """Whether the training has destroyed its process groups since this object was made, or has made its first
-        ones."""
+        """Whether the training has destroyed, or first made, its process groups since this object was made."""
         return job() is not None if self._job is None else self._job.is_over
 
     @property

@@ -19,8 +19,7 @@ only. If a message does not fit into its slot, all members exchange their whole 
 _HEADER = struct.Struct("<qq")
 _FITTING_BYTES = SLOT_BYTES - _HEADER.size
 _GO_ON = -1
-"""Stands in the slots of the parent in the place of the length, if the message of any child does not fit. Then every
-child sends its whole message."""
+"""Stands in the slots of the parent for the length, if a child's message does not fit. Then all send whole messages."""
 
 
 class Family:

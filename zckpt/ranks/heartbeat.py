@@ -420,8 +420,7 @@ class Lives:
         theirs, so that no connection ends if one of them dies. ``numbers`` returns their numbers in the job. Looks at
         them once in a period. Raises RankError if one of them is inside of a step and has not shown for
         ``WAITING_SECONDS`` that its process runs, if it has left the group, or if another rank says that a rank is
-        gone, or that it has failed in this action. A rank that is in no step shows nothing, and may come at any
-        time."""
+        gone, or that it has failed in this action. A rank that is in no step shows nothing, and may still come."""
         now = time.monotonic()
         if now < self._looked_at + self.period:
             return

@@ -19,8 +19,7 @@ class Removed:
     path: str
     """The path of the file or directory."""
     nbytes: int
-    """The number of bytes of disk space that the removal has freed. A file with several hard links is counted when the
-    last one is removed."""
+    """The number of freed bytes of disk space. A file is counted when its last hard link is removed."""
     shared_bytes: int
     """The size in bytes of the removed files that still have hard links in other checkpoints."""
     reason: str
@@ -48,8 +47,7 @@ class Cleanup:
     checkpoints: int = 0
     """The number of checkpoints that were found in the directory. Uncommitted checkpoints are counted too."""
     reasons: Mapping[str, str] = field(default_factory=dict)
-    """For each checkpoint that ``zckpt.prune`` has kept, its path and why it was kept, in the order in which they were
-    committed."""
+    """The path of each checkpoint that ``zckpt.prune`` has kept, and why, in the order of their commits."""
     unreadable: tuple[str, ...] = ()
     """The paths of checkpoints that ``zckpt.prune`` has left alone because they are incomplete: their manifests cannot
     be read, or some of their files are missing or have the wrong length."""

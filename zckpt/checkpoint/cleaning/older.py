@@ -59,8 +59,7 @@ def remove_older(
     """Does the work of ``prune``, and of writes that remove older checkpoints. ``written``: the identity of the run and
     the save id of the checkpoint that a write has just committed. Then only checkpoints of this run are removed, and
     this one counts as the last, even if its manifest has an older time: the clocks of two hosts may differ, and the
-    files of a copied run may have any times. ``needed``: the save ids of checkpoints that stay, because they are being
-    copied."""
+    files of a copied run may have any times. ``needed``: the save ids of checkpoints that are being copied."""
     store = open_store(run)
     if names.MANIFEST in names_at(store):
         raise CheckpointNotFoundError(

@@ -57,9 +57,8 @@ class Work:
         )  # fmt: skip
 
     def clean(self, store: Store, unwanted_in: Store | None = None, save_id: str = "") -> None:
-        """Removes the leftovers of one checkpoint. If its run is given as ``unwanted_in``, removes the checkpoint
-        itself too, unless another process has committed another one than that of ``save_id`` there meanwhile. That one
-        is recorded as in use."""
+        """Removes the leftovers of one checkpoint. If its run is given as ``unwanted_in``, removes the checkpoint too,
+        unless another one than that of ``save_id`` was committed there meanwhile, which is recorded as in use."""
         path = str(store.location)
         left, holder, is_discarded = leftovers(store), read_lock(store), store.location in self.discarded
         # If there is nothing to do, no lock is taken, because that could make a write fail that is about to begin.
@@ -146,8 +145,7 @@ class Work:
                 self.removed.append(Removed(path, freed, shared, reason))
 
     def _freed(self, stored: Sequence[Entry]) -> tuple[int, int]:
-        """Returns the number of bytes of removed files whose disk space is freed, and the number of bytes of removed
-        files that still have other hard links."""
+        """Returns how many bytes of removed files are freed, and how many still have other hard links."""
         freed = shared = 0
         for file in stored:
             links = self._links.pop(file.identity, file.links) - 1

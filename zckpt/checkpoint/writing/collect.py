@@ -49,8 +49,7 @@ class Collected:
     state: Mapping[str, Any]
     rank_state: Mapping[str, Any]
     scalars: dict[str, str]
-    """The values that the optimizer keeps once for all ranks, as text, by their path in its state. They are
-    compared."""
+    """The values that the optimizer keeps once for all ranks, as text, by their path in its state."""
     buffers: dict[str, bytes]
     """The digest of each buffer, by its key."""
     left_out: list[str]
@@ -202,8 +201,7 @@ def kept_client_state(client_state: Mapping[str, Any], changes: Changes) -> Mapp
 
 
 def what_is_left_out(adapter: StateAdapter, client_rank_state: Mapping[str, Any] | None) -> dict[str, str]:
-    """Returns what a save of the engine, with these states of registered objects, would leave out, as in
-    ``Changes``."""
+    """Returns what a save, with these states of registered objects, would leave out, as in ``Changes``."""
     changes = Changes()
     of_rank = {**adapter.rank_state(), names.CLIENT_RANK_STATE: client_rank_state}
     for value, path in (({"engine": adapter.state()}, ""), (of_rank, "rank_state[0]")):

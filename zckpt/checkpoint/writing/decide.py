@@ -97,8 +97,7 @@ class Planned(NamedTuple):
     left_out: Mapping[str, str]
     """What of the trees of the rank is not kept as it is, as in ``Changes``."""
     replicas: Mapping[bytes, Mapping[str, bytes]]
-    """For each set of replicas that differs between the ranks that hold it, by the digest of its layout: the digests of
-    its fragments by key."""
+    """For each set of replicas that differs, by the digest of its layout: its fragments' digests by key."""
 
 
 class Assigned(NamedTuple):
@@ -156,8 +155,7 @@ def describe(
     prepared: Preparation, hosts: Sequence[str], machines: Machines, write: RankWrite, plans_of_ranks: Sequence[Any]
 ) -> tuple[None, dict[int, Assigned]]:
     """Makes and checks the manifest and the index. Returns what each rank gets. ``prepared`` and ``write``: those of
-    rank 0. Raises StateError if the optimizers of the ranks differ in a value that is kept once, or replicas in their
-    values."""
+    rank 0. Raises StateError if ranks differ in a value that the optimizer keeps once, or replicas in theirs."""
     options, plans = prepared.options, [Planned(b"", *values[1:]) for values in plans_of_ranks]
     if any(of_rank.scalars for of_rank in plans):
         error = _differing([of_rank.scalars for of_rank in plans])
@@ -244,8 +242,7 @@ def _differing(scalars: Sequence[Mapping[str, str]]) -> StateError:
 
 
 def _differing_replicas(replicas: Sequence[Mapping[bytes, Mapping[str, bytes]]]) -> StateError:
-    """Returns the error for a tensor of which several ranks should hold the same values, and do not. ``replicas``: as
-    in ``Planned``, by rank."""
+    """Returns the error for a tensor whose replicas differ. ``replicas``: as in ``Planned``, by rank."""
     for layout in {layout: None for of_rank in replicas for layout in of_rank}:
         holders = {rank: of_rank[layout] for rank, of_rank in enumerate(replicas) if layout in of_rank}
         for key in next(iter(holders.values())):

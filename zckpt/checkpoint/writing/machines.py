@@ -53,8 +53,7 @@ class Machines:
         return [machine.ranks[0] for machine in self.all]
 
     def of_leaders(self, results: Sequence[Any]) -> tuple[Any, dict[int, Any]]:
-        """Returns the result of rank 0, and for each rank of another machine that of its leader. ``results``: those of
-        all ranks."""
+        """Returns the result of rank 0, and for each rank of another machine that of its leader."""
         return results[0], {rank: results[ranks[0]] for _, ranks in self.all[1:] for rank in ranks}
 
     def checked_by(self, hosts: Sequence[str]) -> list[int]:
@@ -77,9 +76,8 @@ class Machines:
 
 
 def find_machines(store: Store, save_id: str, ranks: Ranks) -> Machines:
-    """Finds out which ranks see the same directory. Each rank puts a file with a name of its own into the directory of
-    the checkpoint, looks which of the others it sees, and removes its file. Collective. Raises StorageError and
-    RankError."""
+    """Finds out which ranks see the same directory. Each rank puts a file of its own into the directory of the
+    checkpoint, looks which others it sees, and removes its file. Collective. Raises StorageError and RankError."""
     found: list[Machines] = []
 
     def mark(rank: int) -> str:

@@ -101,8 +101,7 @@ def _has_text(key: object) -> bool:
 
 
 def _sorted(values: set[object] | frozenset[object]) -> list[object]:
-    """Returns the values in an order that is the same in every process. Python iterates over a set of strings in
-    another order in each process."""
+    """Returns the values in the same order in every process, which a set of strings does not have."""
     try:
         return sorted(values)  # type: ignore[type-var]
     except TypeError:

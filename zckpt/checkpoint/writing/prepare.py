@@ -89,8 +89,7 @@ class Preparation:
 
 @without_collector
 def prepare(engine: object, path: StrPath | None, options: WriteOptions, *, first: bool) -> Preparation:
-    """Collects what this rank has to write, and about what the ranks have to agree. ``first``: whether this is rank
-    0."""
+    """Collects what this rank has to write, and what the ranks compare. ``first``: whether this is rank 0."""
     options, adapter = options.checked(), readable(engine)
     history = history_of(engine)
     offloaded = away(engine)

@@ -49,8 +49,7 @@ if TYPE_CHECKING:
 
 
 LATE_SECONDS = 5.0
-"""For how many seconds a rank looks for the lock of rank 0. The client of a network file system may remember for a
-while that a file does not exist."""
+"""For how many seconds a rank looks for the lock of rank 0, because clients of network file systems see it late."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -77,8 +76,7 @@ class RankWrite:
     source: CopySource | None = None
     """The checkpoint that is copied. None means that the state of an engine is written."""
     with_table: bool = True
-    """Whether ``write_data_files`` also writes the digest table. Of several processes that copy a rank's files, one
-    does."""
+    """Whether ``write_data_files`` also writes the digest table, as one of the processes that copy a rank's files."""
     same: Mapping[str, SameFile] = field(default_factory=dict)
     """The files of this rank that another checkpoint has already, by their path. The store is asked to share them. If
     it cannot, they are written."""
@@ -108,8 +106,7 @@ class RankWrite:
     _in_doubt: bool = field(default=False, init=False)
     """Whether another leader may have committed, so that what this one has prepared must stay."""
     _over: Condition = field(default=None, init=False)
-    """What the commit replaces: the manifest that was there when the write began, or nothing. It is ``ANYTHING`` if the
-    file is too long for a manifest."""
+    """What the commit replaces: the manifest that was there before, None, or ``ANYTHING`` if it is too long for one."""
 
     def shared_bytes(self) -> int:
         """Returns how many bytes of this rank's files the store may share with those of an earlier checkpoint, or with
@@ -258,8 +255,7 @@ class RankWrite:
                 raise RankError(message, file=path, rank=self.rank)
 
     def put_in_place(self, manifest: bytes, index: bytes) -> None:
-        """Checks the files of all ranks, and does the three steps of a commit one after the other, for a write with one
-        leader."""
+        """Checks the files of all ranks, and does the three steps of a commit, for a write with one leader."""
         files = lengths(manifest_format.decode(manifest))
         del files[names.index_path(self.save_id)]  # It is written in the first step.
         self.check_files(files)
@@ -273,8 +269,7 @@ class RankWrite:
 
     def prepare_commit(self, manifest: bytes, index: bytes) -> None:
         """The first step of a commit, on a leader: writes the index, and prepares the manifest and the file ``latest``,
-        so that a full disk is noticed before the commit. The caller calls it when the files of every rank are durable
-        and checked."""
+        so that a full disk is noticed before the commit. The files of every rank are durable and checked."""
         assert self.lock is not None, "the write has begun"
         store, digits = self.store, names.prepared_digits(self.lock.save_id)
         store.put_new(names.index_path(self.save_id), index)
