@@ -342,16 +342,14 @@ class Lives:
     def close(self) -> None:
         """Ends the thread, and waits for its end, but no longer than a period."""
         self._watcher.close(self.period)
-        if self._verdict is not None and self._members[self._rank] == 0:
-            with suppress(RuntimeError):
-                self._wait_until_heard()
-
-    def _wait_until_heard(self) -> None:
-        """Waits until all other ranks have heard which rank is gone, but no longer than ``LOST_PERIODS``. The process
-        of rank 0 may have the store, from which they hear it, and may end at once after its error."""
+        if self._verdict is None or self._members[self._rank] != 0:
+            return
+        # The process of rank 0 may have the store, and may end at once after its error. So it waits until all other
+        # ranks have heard from the store which rank is gone.
         give_up = time.monotonic() + LOST_PERIODS * self.period
-        while self._store.add(self._heard_key, 0) < len(self._members) - 1 and time.monotonic() < give_up:
-            time.sleep(self.period / 20)
+        with suppress(RuntimeError):
+            while self._store.add(self._heard_key, 0) < len(self._members) - 1 and time.monotonic() < give_up:
+                time.sleep(self.period / 20)
 
     def _show(self, state: str = "") -> None:
         state = state or (_INSIDE if self._here else _OUTSIDE)

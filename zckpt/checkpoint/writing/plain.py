@@ -39,8 +39,7 @@ _BASES: dict[type, Callable[[Any], object]] = {
 
 
 def number(value: object) -> tree.Plain | None:
-    """Returns the value of Python that equals a numpy scalar. Returns None for all other values, and for a scalar that
-    no value of Python equals, such as a long double."""
+    """Returns the value of Python that equals a numpy scalar, or None if there is none, as for a long double."""
     item = value.item() if isinstance(value, np.generic) else None
     return tree.Plain(item) if type(item) in (bool, int, float, str, bytes) else None
 
