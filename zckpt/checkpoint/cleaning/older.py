@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from contextlib import closing
 from itertools import groupby
-from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from zckpt.checkpoint.cleaning.work import Work, is_latest
@@ -70,8 +69,8 @@ def remove_older(
     committed, unreadable = _committed(stores, time.time())
     run_id, newest = written or (None, None)
     committed.sort(key=lambda checkpoint: checkpoint.save_id == newest)
-    of_series = attrgetter("series")
-    grouped = groupby(sorted(committed, key=of_series), of_series)  # The sorts are stable.
+    by_series = sorted(committed, key=lambda checkpoint: checkpoint.series)  # The sorts are stable.
+    grouped = groupby(by_series, lambda checkpoint: checkpoint.series)
     last = {checkpoint.path for _, group in grouped for checkpoint in [*group][-keep_last:]}
     reasons: dict[str, str] = {}
     work = Work(dry_run)
