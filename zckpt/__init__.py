@@ -34,11 +34,11 @@ if TYPE_CHECKING:
     from zckpt.checkpoint.background import PendingWrite, wait
     from zckpt.checkpoint.open import open  # noqa: A004  zckpt.open reads like the builtin on purpose
     from zckpt.checkpoint.reading.checkpoint import Checkpoint
-    from zckpt.checkpoint.register import register
     from zckpt.checkpoint.restore import restore
     from zckpt.checkpoint.state_dict import write_state_dict
     from zckpt.checkpoint.write import write
     from zckpt.checkpoint.writing.options import Background, CopyTo
+    from zckpt.engines.registered import register
     from zckpt.errors import *  # noqa: F403  type checkers take ``import *`` and ``import a as a`` for public names
     from zckpt.frameworks.attach import attach
     from zckpt.frameworks.attach import attach_all as attach_all
@@ -109,7 +109,7 @@ _LATE = {
     "checkpoint.open": ["open"],
     "frameworks.preemption": ["on_preemption"],
     "tools.prune": ["prune"],
-    "checkpoint.register": ["register"],
+    "engines.registered": ["register"],
     "tools.repairing.repair": ["repair"],
     "tools.reporting.write_report": ["report"],
     "checkpoint.restore": ["restore"],

@@ -43,7 +43,7 @@ from zckpt.checkpoint.reading.state_dict import PlainValues, own_rank, paths_of,
 from zckpt.checkpoint.state_dict import Options, write_contents
 from zckpt.checkpoint.writing.options import Background, EarlierCopyOptions, WriteOptions
 from zckpt.engines.shards import bounds_of
-from zckpt.engines.state_dict.flat import HeldLeaves, fragment_of, held, values_in_order
+from zckpt.engines.state_dict import HeldLeaves, fragment_of, held, values_in_order
 from zckpt.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,

@@ -29,7 +29,7 @@ from tests.support.states import write_state
 from zckpt.ranks import heartbeat as life
 from zckpt.ranks import tree
 from zckpt.ranks.collectives import Ranks
-from zckpt.ranks.groups import Group
+from zckpt.ranks.groups import Group, _connected
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -93,6 +93,26 @@ def test_a_rank_that_gets_no_processor_for_a_moment_is_not_taken_for_dead() -> N
     lives._heard = dict.fromkeys((1, 2), ("7", time.monotonic()))
     try:
         assert str(lives.lost(RuntimeError("connection closed"))).startswith("rank 2 has died")
+    finally:
+        lives.close()
+
+
+def test_a_rank_that_dies_while_its_sibling_connects_is_named() -> None:
+    """Rank 2 cannot connect to rank 1, which has died. Rank 0 has connected, and is outside of any call since, and rank
+    3 has not come yet."""
+
+    def connect(*_: object) -> None:
+        raise RuntimeError("connection closed")
+
+    store: Any = torch.distributed.HashStore()  # type: ignore[attr-defined]
+    store.set("zckpt/job/0", "0 7 7")
+    store.set("zckpt/job/1", "1 7 7")
+    members = (0, 1, 2, 3)
+    with mock.patch.object(life, "PERIOD_SECONDS", 0.01):
+        lives = life.Lives(store, "job", 2, members)
+    try:
+        with lives.shown("connect", "zckpt.write"), pytest.raises(zckpt.RankError, match="rank 1 has died"):
+            _connected(mock.Mock(connect=connect), "gloo", 2, members, lives, members)
     finally:
         lives.close()
 

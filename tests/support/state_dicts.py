@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-from zckpt.engines.state_dict.flat import leaves_of
+from zckpt.engines.state_dict import leaves_of
 
 WEIGHT = torch.arange(15.0).reshape(5, 3)
 

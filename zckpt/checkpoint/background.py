@@ -1,5 +1,4 @@
-"""Runs writes and offloads in the background while the training goes on, one at a time for the same ranks, and reports
-their errors."""
+"""Runs writes and offloads while the training goes on, one at a time for the same ranks, and reports their errors."""
 
 from __future__ import annotations
 
@@ -25,22 +24,16 @@ if TYPE_CHECKING:
 
 _INTERRUPTED = "it was interrupted before all of the state had been copied"
 _pending: dict[tuple[int, ...], BackgroundWork] = {}
-"""The work in the background that nobody has waited for yet, by the numbers in the job of the ranks that do it
-together."""
+"""The work that nobody has waited for yet, by the numbers in the job of the ranks that do it together."""
 
 
 class BackgroundWork:
-    """Work that each rank does in a thread of its own, such as a write.
-
-    The caller need not do anything with this object. A failure is printed on stderr at once. The next write, restore,
-    offload or reload waits for the work and raises its error. The end of the process waits for it too, and prints an
-    error that has not been raised yet.
-    """
+    """Work that each rank does in a thread of its own. ``PendingWrite`` says what becomes of its error."""
 
     def __init__(self, what: str, finish: Callable[[Snapshot], None], ranks: Ranks) -> None:
-        """``what``: a name of the work for messages, such as "the write of /run/step1". ``finish``: the function that
-        does the work, which the thread calls after ``start``. It has to tell the ``Snapshot`` that it gets when the
-        engine's state may change. ``ranks``: the ranks that do the work together, made for use in the background."""
+        """``what``: a name of the work for messages, such as "the write of /run/step1". ``finish``: does the work, in
+        the thread, after ``start``. It has to tell the ``Snapshot`` that it gets when the engine's state may change.
+        ``ranks``: the ranks that do the work together, made for use in the background."""
         self._what = what
         self.error: BaseException | None = None
         """The error with which the work has failed. All ranks fail together, each with an error of its own."""
@@ -51,8 +44,7 @@ class BackgroundWork:
         self._cancelled = False
         self._seen = False
         self._afterwards: list[Callable[[], None]] | None = []
-        """The functions that this rank's thread calls once all ranks have finished the work. None means that the thread
-        calls no more of them."""
+        """What the thread calls once all ranks have finished the work. None means that it calls nothing more."""
         self._ending = threading.Lock()
         # The interpreter waits for threads that are no daemons before it exits.
         self._worker = Worker(self._run, "zckpt-background", daemon=False)
@@ -68,12 +60,11 @@ class BackgroundWork:
         self._started.set()
 
     def cancel(self) -> bool:
-        """Cancels the work after a failure in the caller's thread, and returns whether it never began. Before
-        ``start``, it stops the thread and returns True. After ``start``, it returns False: the work continues if
-        ``Snapshot.copied`` is set, and is given up otherwise."""
+        """Cancels the work after a failure in the caller's thread, and returns whether it never began. After ``start``,
+        the work continues if ``Snapshot.copied`` is set, and is given up otherwise."""
         if self._started.is_set() and not self._cancelled:
             if not self._snapshot.copied.is_set():
-                self._give_up(_INTERRUPTED)
+                self._snapshot.give_up(_INTERRUPTED)
             return False
         self._cancelled = True
         self._started.set()
@@ -116,8 +107,8 @@ class BackgroundWork:
             self.join()
 
     def then(self, action: Callable[[], None]) -> None:
-        """Makes this rank's thread call ``action`` once all ranks have finished the work. If they already have, calls
-        ``action`` here and now. If the work fails, ``action`` is never called. ``action`` must not raise."""
+        """Makes this rank's thread call ``action``, which must not raise, once all ranks have finished the work. If
+        they already have, calls it here and now. If the work fails, it is never called."""
         with self._ending:
             if self._afterwards is not None:
                 self._afterwards.append(action)
@@ -136,15 +127,13 @@ class BackgroundWork:
 
     def wait_until_copied(self, ranks: Ranks) -> None:
         """Waits until the state that may change as soon as training goes on has been copied. Raises nothing except
-        KeyboardInterrupt, which gives up the work. An interrupt that arrives after the copies are made is not raised
-        here."""
+        KeyboardInterrupt, which gives up the work. A later interrupt is not raised here."""
         if not self._snapshot.copied.is_set():
             with self._giving_up(), ranks.interruptible():
                 self._snapshot.copied.wait()
 
     def wait_until_taken(self) -> None:
-        """Waits until all of the engine's state may change. Raises nothing except KeyboardInterrupt, which gives up the
-        work."""
+        """Waits until all of the engine's state may change. Raises only KeyboardInterrupt, which gives up the work."""
         with self._giving_up():
             self._wait_until_taken()
 
@@ -153,8 +142,7 @@ class BackgroundWork:
             self._snapshot.taken.wait()
 
     def _leave_engine(self) -> None:
-        """Waits until the work neither reads nor changes the engine's state any more. Raises nothing except
-        KeyboardInterrupt."""
+        """Waits until the work neither reads nor changes the engine's state any more."""
         self.wait_until_ended()
 
     @contextmanager
@@ -162,11 +150,8 @@ class BackgroundWork:
         try:
             yield
         except BaseException:  # The caller stops waiting, so the state may change under the work.
-            self._give_up(_INTERRUPTED)
+            self._snapshot.give_up(_INTERRUPTED)
             raise
-
-    def _give_up(self, reason: str) -> None:
-        self._snapshot.give_up(reason)
 
     def _run(self) -> None:
         self._started.wait()
@@ -189,10 +174,6 @@ class BackgroundWork:
             self._snapshot.end()
             self._end()
 
-    def _report(self) -> None:
-        if self.error is not None and not self._seen:
-            traceback.print_exception(self.error)
-
 
 class PendingWrite(BackgroundWork):
     """A write in the background, as ``zckpt.write(..., background=True)`` returns it.
@@ -203,7 +184,7 @@ class PendingWrite(BackgroundWork):
     """
 
     def __init__(self, path: str, finish: Callable[[Snapshot], None], ranks: Ranks) -> None:
-        """``finish``: the function that writes and commits. ``ranks``: the ranks that write together."""
+        """``finish`` writes and commits. ``ranks``: the ranks that write together."""
         super().__init__(f"the write of {path}", finish, ranks)
         self.path = path
         """The absolute path of the checkpoint."""
@@ -278,8 +259,7 @@ def _wait_together(pending: BackgroundWork) -> None:
 
 
 def wait_until_all_ended() -> None:
-    """Waits until all work of this rank in the background has ended, with or without an error. Unlike ``wait``, a
-    single rank may call it. Raises nothing except KeyboardInterrupt."""
+    """Waits until all work of this rank in the background has ended, as ``BackgroundWork.wait_until_ended`` does."""
     for pending in list(_pending.values()):
         pending.wait_until_ended()
 
@@ -299,8 +279,7 @@ _is_ending = False
 
 
 def is_ending() -> bool:
-    """Returns whether the process is ending. Python does not wait any more for work that begins in the background
-    then."""
+    """Returns whether the process is ending. Python does not wait then for work that begins in the background."""
     return _is_ending
 
 
@@ -316,7 +295,7 @@ def _wait_before_the_end() -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         for pending in _pending.values():
             pending._seen = True  # Nothing is left that could raise the error.
-            pending._give_up(reason)
+            pending._snapshot.give_up(reason)
         for uploads in queue.all_uploads():
             uploads.give_up(reason)
 
@@ -347,7 +326,8 @@ except RuntimeError:
 def _report() -> None:
     wait_until_all_ended()  # in case that a signal handler of the program has ended the first wait by an error
     for pending in _pending.values():
-        pending._report()
+        if pending.error is not None and not pending._seen:
+            traceback.print_exception(pending.error)
 
 
 if hasattr(os, "register_at_fork"):

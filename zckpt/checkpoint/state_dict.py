@@ -13,7 +13,7 @@ from zckpt.checkpoint.write import CommonOptions, write_together
 from zckpt.checkpoint.writing.collect import fingerprint
 from zckpt.checkpoint.writing.options import Background, CopyTo, EarlierOptions, WriteOptions, only_earlier
 from zckpt.engines.history import history_of
-from zckpt.engines.state_dict.flat import (
+from zckpt.engines.state_dict import (
     OWN,
     PATHS,
     RANKS,
@@ -50,28 +50,24 @@ class Options(CommonOptions, total=False):
     step: int
 
 
+class _Options(Options, total=False):
+    process_group: ProcessGroup | None
+    per_rank: Collection[str]
+    overwrite: bool
+
+
 @overload
 def write_state_dict(
-    state_dict: Mapping[Any, Any],
-    path: StrPath,
-    *,
-    process_group: ProcessGroup | None = None,
-    per_rank: Collection[str] = (),
-    overwrite: bool = False,
-    background: Literal[False] = False,
-    **options: Unpack[Options],
+    state_dict: Mapping[Any, Any], path: StrPath, *, background: Literal[False] = False, **options: Unpack[_Options]
 ) -> str: ...
 @overload
 def write_state_dict(
     state_dict: Mapping[Any, Any],
     path: StrPath,
     *,
-    process_group: ProcessGroup | None = None,
-    per_rank: Collection[str] = (),
-    overwrite: bool = False,
     background: Literal[True] | Background,
     snapshot_bytes: int | None = None,
-    **options: Unpack[Options],
+    **options: Unpack[_Options],
 ) -> PendingWrite: ...
 def write_state_dict(
     state_dict: Mapping[Any, Any],
@@ -245,8 +241,7 @@ plain value; and the names of the values that differ from rank to rank and of th
 def _joined(tensors_of_ranks: Sequence[Any], values_of_ranks: Sequence[Any]) -> _Joined:
     """``tensors_of_ranks``: the paths of the tensors of each rank, their aliases, and the dtypes and shapes of those
     without elements. ``values_of_ranks``: for each plain value its path, its fingerprint, and whether it is a stream.
-    Both have one item if all ranks have the same. Raises StateError if plain values differ, or tensors without
-    elements."""
+    Both have one item if all ranks have the same. Raises StateError if plain values differ, or empty tensors."""
     holders, value_holders = _holders([paths for paths, *_ in tensors_of_ranks]), _holders(values_of_ranks)
     empty = [of_rank[2] for of_rank in tensors_of_ranks]
     for name in dict.fromkeys(name for of_rank in empty for name in of_rank):
@@ -294,8 +289,7 @@ def _fingerprint(name: str, value: object) -> bytes:
 
 
 def _differing(name: str, fingerprints: Mapping[int, object]) -> StateError:
-    """Returns the error for a plain value that differs between ranks. ``fingerprints``: those of the ranks that have
-    it."""
+    """Returns the error for a plain value that differs between the ranks that have it."""
     first = min(fingerprints)
     other = next(value for value in fingerprints.values() if value != fingerprints[first])
     ranks = [rank for rank, value in fingerprints.items() if value == other]

@@ -24,7 +24,7 @@ from zckpt.checkpoint.writing.options import (
     WriteOptions,
     only_earlier,
 )
-from zckpt.checkpoint.writing.prepare import Preparation, RankPlan, claimed, plan, prepare
+from zckpt.checkpoint.writing.prepare import Preparation, claimed, plan, prepare
 from zckpt.checkpoint.writing.rank_write import RankWrite, join
 from zckpt.engines import engine_of, group_of
 from zckpt.engines.away import away
@@ -215,28 +215,27 @@ def write(
     return write_engine(engine_of(engine), path, options)
 
 
-def write_engine(
-    engine: object, path: StrPath | None, options: WriteOptions, call: str = "zckpt.write"
-) -> str | PendingWrite:
-    """Does the work of ``zckpt.write``, and of the ``save_checkpoint`` of an attached engine. ``call``: the function
-    that every rank has to call, for messages."""
-    ranks = Ranks(group_of(engine), call=call)
+def write_engine(engine: object, path: StrPath | None, options: WriteOptions) -> str | PendingWrite:
+    """Does the work of ``zckpt.write``, and of the ``save_checkpoint`` of an attached engine."""
+    ranks = Ranks(group_of(engine), call="zckpt.write")
     wait_for(ranks)
     with ranks.undivided():
-        return write_together(engine, path, options, call, ranks)
+        return write_together(engine, path, options, "zckpt.write", ranks)
 
 
 def write_together(
     engine: object, path: StrPath | None, options: WriteOptions, call: str, ranks: Ranks
 ) -> str | PendingWrite:
-    """Does the work of ``write_engine``, and of the writes of state dicts. ``ranks``: those of the engine. The caller
-    is inside of their ``undivided``, and has waited for their writes in the background."""
+    """Does the work of ``write_engine``, and of the writes of state dicts. ``call``: the function that every rank has
+    to call, for messages. ``ranks``: those of the engine. The caller is inside of their ``undivided``, and has waited
+    for their writes in the background."""
     # Each step below runs on all ranks. Nothing between two steps can fail, or one rank would leave the others waiting.
     group = group_of(engine)
     prepared: Preparation
     machines: Machines
     copy_at: Location | None = None
-    planned: RankPlan
+    planned: RankWrite
+    together: Sequence[int]
     write: RankWrite | None = None
     finish: Callable[[Snapshot], None]
     pending: PendingWrite | None = None
@@ -252,14 +251,13 @@ def write_together(
         return prepared.facts
 
     def plan_here() -> Planned:
-        nonlocal planned
-        planned, told = plan(prepared, agreed, own, machines, ranks)
+        nonlocal planned, together
+        planned, together, told = plan(prepared, agreed, own, machines, ranks)
         return told
 
     def begin() -> Space | None:
         nonlocal write, finish, pending
         # A write in the background has to connect its ranks while the training still has its process groups.
-        together = planned.together
         writers = writing_ranks.part(together) if len(together) > 1 else None
         with ranks.interruptible():
             assert assigned is not None, "rank 0 tells every rank what to check"
@@ -267,9 +265,7 @@ def write_together(
             note_write(engine, agreed.run_id)
             leads = machines.leads(ranks.rank)
             latest_in = claimed(prepared) if leads else None
-            write = replace(
-                planned.write, latest_in=latest_in, writers=writers, described=described, data_bytes=data_bytes
-            )
+            write = replace(planned, latest_in=latest_in, writers=writers, described=described, data_bytes=data_bytes)
             finish = partial(_finish, prepared, agreed, machines, write, to_check, writing_ranks, upload)
             if in_background:
                 pending = PendingWrite(prepared.target, finish, writing_ranks)
@@ -283,7 +279,7 @@ def write_together(
         settle(prepared.store, ranks)  # A crash may have left a checkpoint committed on some machines only.
         machines = find_machines(prepared.store, agreed.save_id, ranks)
     _, assigned = ranks.decide_each(
-        plan_here, lambda plans: describe(prepared, own.hosts, machines, planned.write, plans), "plan the write",
+        plan_here, lambda plans: describe(prepared, own.hosts, machines, planned, plans), "plan the write",
         interruptible=False,
     )  # fmt: skip
     # The ranks have agreed by now on whether they write in the background.
@@ -390,8 +386,7 @@ def _remove_older(
     target: str, run: str, keep_last: int | None, keep_every: int | None, written: tuple[str, str]
 ) -> None:
     """Removes older checkpoints of the run, unless ``keep_last`` is None. Gives a warning if that fails, or if
-    something in them is not zckpt's. ``target``: the checkpoint that was written. ``written``: as for
-    ``remove_older``."""
+    something in them is not zckpt's. ``target``: the new checkpoint. ``written``: as for ``remove_older``."""
     if keep_last is None:
         return
     try:

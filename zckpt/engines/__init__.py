@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from zckpt.engines.contract import EngineAdapter, StateAdapter
 from zckpt.errors import UnsupportedError
@@ -16,28 +16,19 @@ if TYPE_CHECKING:
 __all__ = ["adapt", "engine_of", "group_of", "is_engine", "readable"]
 
 
-class Framework(NamedTuple):
-    """A framework whose engines zckpt knows. Each field names a class in the form ``module:class``."""
-
-    engine: str
-    """The class of the framework's engines."""
-    adapter: str
-    """The class of zckpt's adapter for these engines."""
-
-
 TRAIN_STATE = "zckpt.adapters.pytorch.train_state:TrainState"
 """The class of the engine that zckpt makes of a tuple of a model and its optimizers."""
-FRAMEWORKS = (
-    Framework("deepspeed:DeepSpeedEngine", "zckpt.adapters.deepspeed.adapter:DeepSpeedAdapter"),
-    Framework(TRAIN_STATE, "zckpt.adapters.pytorch.adapter:TorchAdapter"),
-    Framework("zckpt.testing.engine:ReferenceEngine", "zckpt.testing.adapter:ReferenceAdapter"),
-    Framework("zckpt.engines.state_dict.flat:FlatState", "zckpt.engines.state_dict.adapter:StateDictAdapter"),
-)
+FRAMEWORKS = {
+    "deepspeed:DeepSpeedEngine": "zckpt.adapters.deepspeed.adapter:DeepSpeedAdapter",
+    TRAIN_STATE: "zckpt.adapters.pytorch.adapter:TorchAdapter",
+    "zckpt.testing.engine:ReferenceEngine": "zckpt.testing.adapter:ReferenceAdapter",
+    "zckpt.engines.state_dict:FlatState": "zckpt.engines.state_dict:StateDictAdapter",
+}
+"""The class of zckpt's adapter for each class of engines, both in the form ``module:class``."""
 
 
 def adapt(engine: Any) -> EngineAdapter:
-    """Returns the adapter for a live training engine. For any other object, raises UnsupportedError with the object's
-    type."""
+    """Returns the adapter for a training engine. For any other object, raises UnsupportedError with its type."""
     adapter = readable(engine)
     if not isinstance(adapter, EngineAdapter):
         raise _unknown(engine)
@@ -73,9 +64,8 @@ def engine_of(value: object) -> Any:
 
 
 def group_of(engine: Any) -> ProcessGroup | None:
-    """Returns the process group of the ranks over which an engine is spread. A job that trains several models may give
-    each of them only some of its ranks. Returns None if the engine uses all ranks of the job, and if the object is not
-    an engine. This never raises an error."""
+    """Returns the process group of the ranks over which an engine is spread. Returns None if these are all ranks of the
+    job, and if the object is not an engine. This never raises an error."""
     adapter = _adapter_of(engine)
     return None if adapter is None else adapter.process_group(engine)
 
@@ -86,13 +76,13 @@ def is_engine(value: Any) -> bool:
 
 
 def _adapter_of(engine: Any) -> type[StateAdapter] | None:
-    """Returns the adapter class for an engine, or None if the object is not an engine that zckpt knows. No framework is
-    imported here, because an engine cannot exist unless somebody has imported its framework already."""
-    for framework in FRAMEWORKS:
-        name, _, engine_class = framework.engine.partition(":")
+    """Returns the adapter class for an engine, or None for any other object. No framework is imported here, because an
+    engine cannot exist unless somebody has imported its framework already."""
+    for engine_name, adapter_name in FRAMEWORKS.items():
+        name, _, engine_class = engine_name.partition(":")
         module = sys.modules.get(name)
         if module is not None and isinstance(engine, getattr(module, engine_class)):
-            name, _, adapter_class = framework.adapter.partition(":")
+            name, _, adapter_class = adapter_name.partition(":")
             adapter: type[StateAdapter] = getattr(import_module(name), adapter_class)
             return adapter
     return None

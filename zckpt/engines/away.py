@@ -1,7 +1,5 @@
-"""Which part of an engine's state is on disk for a while and has no memory, as ``zckpt.offload`` leaves it.
-
-The core calls ask here, so that they need nothing of the code that moves states.
-"""
+"""Which part of an engine's state is on disk for a while and has no memory, as ``zckpt.offload`` leaves it. The core
+calls ask here, so that they need nothing of the code that moves states."""
 
 from __future__ import annotations
 
@@ -56,11 +54,9 @@ class OnDisk(Protocol):
 
 
 AWAY = "_zckpt_away"
-"""The name of the attribute of an engine that has its ``Away``. A table of all engines would keep them alive, because
-an ``Away`` refers to its engine."""
+"""The attribute of an engine that has its ``Away``. A table would keep engines alive, to which an ``Away`` refers."""
 storages_on_disk: WeakValueDictionary[int, OnDisk] = WeakValueDictionary()
-"""The records of all storages that are on disk, by the address of torch's own object for the storage, which exists as
-long as the storage."""
+"""The records of all storages on disk, by the address of torch's object for the storage, which lives as long as it."""
 
 
 def away(engine: object) -> Away | None:

@@ -68,18 +68,15 @@ def class_of(tree: Mapping[str, Any]) -> str:
 
 
 def misfit(tree: Mapping[str, Any], live: object) -> str | None:
-    """Returns why a composed tensor cannot be restored, as the end of a sentence about it, or None if it can.
-
-    Args:
-        tree: what ``decomposed`` has returned. Functions that read the tensors may be in their place.
-        live: what the engine has, or None if it has nothing yet.
-    """
+    """Returns why a composed tensor cannot be restored, as the end of a sentence about it, or None if it can. ``tree``:
+    what ``decomposed`` has returned, in which functions that read the tensors may be in their place. ``live``: what the
+    engine has, or None if it has nothing yet."""
     saved = tree[_DESCRIPTION]
     if live is not None:
         here = _described(live) if is_composed(live) else type(live).__name__
         return None if here == saved else f"differs: {_told(saved)} in the checkpoint, {_told(here)} in the engine"
     try:
-        made = _described(_made(tree, _without_memory))
+        made = _described(_made(tree, lambda kind, _: torch.empty(kind[1], dtype=_dtype(kind[0]), device="meta")))
         why = None if made == saved else f"it becomes {_told(made)}"
     except Exception as error:  # The code of each class fails in its own way.
         why = str(error) or type(error).__name__
@@ -148,8 +145,7 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def _made(tree: Mapping[str, Any], inner: Callable[[Any, Any], torch.Tensor]) -> Any:
-    """Returns a new composed tensor. ``inner`` returns an inner tensor for its description and its value in the
-    tree."""
+    """Returns a new tensor. ``inner`` returns an inner tensor for its description and its value in the tree."""
     description = tree[_DESCRIPTION]
     safe = (item[0] if isinstance(item, tuple) else item for item in torch.serialization.get_safe_globals())
     named: set[Any] = {item for item in safe if isinstance(item, type) and item.__qualname__ == description["class"]}
@@ -158,11 +154,6 @@ def _made(tree: Mapping[str, Any], inner: Callable[[Any, Any], torch.Tensor]) ->
     tensors = {name: inner(kind, tree[_TENSORS][name]) for name, kind in description["inner"].items()}
     shape, stride = torch.Size(description["shape"]), tuple(description["stride"])
     return named.pop().__tensor_unflatten__(tensors, _context(description["context"]), shape, stride)
-
-
-def _without_memory(kind: Any, _: object) -> torch.Tensor:
-    dtype, shape = kind
-    return torch.empty(shape, dtype=_dtype(dtype), device="meta")
 
 
 def _read(kind: Any, value: Any) -> torch.Tensor:

@@ -1,13 +1,9 @@
 """The contract of engines: what writes and restores ask of a training engine.
 
-A new framework needs a folder in ``zckpt/adapters`` with a class that has the methods of ``EngineAdapter`` and a class
-that has those of ``Restoring``, one line in the table ``zckpt.engines.FRAMEWORKS``, and a test class that derives from
-``zckpt.testing.EngineContract``. ``zckpt.testing.adapter`` is the shortest example.
-
-An engine is one object, and the table names its class. If a framework has a model and an optimizer but no object that
-holds both, the adapter's folder also has a class that holds them, as ``zckpt.TrainState`` does, and users pass an
-object of this class to zckpt. If the model is a ``torch.nn.Module`` and the optimizer is one of torch, the classes of
-an adapter derive from ``ModuleAdapter`` and ``ModuleRestoring``, and only say where the state is: a ``Kind``.
+``docs/architecture.md`` says what a new framework needs, and ``zckpt.testing.adapter`` is the shortest example. An
+engine is one object, whose class the table ``zckpt.engines.FRAMEWORKS`` names. If a framework has a model and an
+optimizer but no object that holds both, the adapter's folder also has a class that holds them, as ``zckpt.TrainState``
+does.
 
 The state is divided into *parts*, such as ``master`` and ``exp_avg``. ``zckpt.plan.inventory`` describes each part,
 and what a ``Fragment`` is.
@@ -56,8 +52,7 @@ class StateAdapter(ABC):
     ``before_change``, and last ``after_write``. Only ``after_write`` is collective. Before it, the ranks agree that
     every rank has done all that comes before it, so a rank that fails earlier leaves no other rank waiting.
 
-    The adapter of an engine is an ``EngineAdapter``. A state that is only written, such as a state dict, has no more
-    than this half.
+    A state that is only written, such as a state dict, has no more than this half of an ``EngineAdapter``.
     """
 
     if_replicas_differ = (
@@ -72,8 +67,7 @@ class StateAdapter(ABC):
 
     @staticmethod
     def process_group(engine: Any) -> ProcessGroup | None:
-        """Returns the process group of the engine's ranks, or None if these are all ranks of the job. This never raises
-        an error."""
+        """Returns the process group of the engine's ranks, or None for all ranks of the job. Never raises an error."""
         return None
 
     @property
@@ -98,14 +92,13 @@ class StateAdapter(ABC):
     @property
     def module(self) -> torch.nn.Module | None:
         """The model without the wrappers that the framework has put around it, or None if the engine has no such
-        object. Its parameters and buffers have the names under which ``inventory`` returns them."""
+        object. ``inventory`` returns its parameters and buffers under the names that they have there."""
         return None
 
     @property
     def peft_configs(self) -> dict[str, str]:
         """The configuration of each adapter of a PEFT model, by the adapter's name, as the text of its file
-        ``adapter_config.json``. It is empty if the model has none. Raises StateError for a configuration that JSON
-        cannot represent."""
+        ``adapter_config.json``. Raises StateError for one that JSON cannot represent."""
         return {}
 
     @property
@@ -150,8 +143,7 @@ class StateAdapter(ABC):
 
     def refuse_lazy(self) -> None:
         """Raises UnsupportedError unless the master weights and moments that ``inventory`` returns change only in a
-        step of the optimizer, before which ``before_change`` calls its action. Forward and backward passes between two
-        steps must not change them."""
+        step of the optimizer, before which ``before_change`` calls its action, and not in forward or backward."""
         raise UnsupportedError("snapshot='lazy': zckpt does not know when this engine changes its state")
 
     @abstractmethod
@@ -186,8 +178,8 @@ class StateAdapter(ABC):
         """Returns the non-tensor state as trees: counters, the scheduler, param groups, and scalars by parameter name.
         Those of rank 0 are written, and those of other ranks may be incomplete. Only the tree ``optimizer`` has to be
         equal on every rank: a write compares it, or joins the trees of all ranks if ``names_differ``. The result has
-        all trees that ``trees`` names. It may have more trees,
-        which no restore reads, such as the settings that the framework's own files depend on.
+        all trees that ``trees`` names. It may have more, which no restore reads, such as the settings that the
+        framework's own files depend on.
 
         Trees contain None, bool, int, float, str, bytes, list, tuple, dict, OrderedDict, Counter, dense tensors and
         NumPy arrays, of exactly these types. Keys are strings or 64-bit integers. The trees are read back with the same
@@ -201,9 +193,7 @@ class StateAdapter(ABC):
 
     def rank_state(self) -> dict[str, Any]:
         """Returns the state of this rank alone: the random number generators, and optimizer state that no other rank
-        can use. It contains the same types as the trees of ``state``.
-
-        It may share memory with the engine, as the trees of ``state`` may.
+        can use. It contains the same types as the trees of ``state``, and may share memory with the engine as they do.
         """
         return {}
 
@@ -215,8 +205,7 @@ class StateAdapter(ABC):
 
     def before_change(self, action: Callable[[], None]) -> None:  # noqa: B027  an engine without lazy snapshots
         """Arranges that the thread of the training calls ``action`` once, before the engine next changes or moves the
-        memory of its fragments. This is at its next optimizer step. Buffers may change earlier. Without a method of its
-        own, the adapter never calls it."""
+        memory of its fragments, which is at its next optimizer step. Buffers may change earlier."""
 
 
 class EngineAdapter(StateAdapter):
@@ -229,9 +218,6 @@ class EngineAdapter(StateAdapter):
     An engine that has no optimizer, because it only evaluates, holds weights and buffers. Its ``wanted`` has the
     weights as the part ``param``. They are filled from the master weights if the checkpoint has those, and the state of
     an optimizer does not count as missing.
-
-    An adapter derives from this class. It has to have the abstract methods. The others are for what not every engine
-    has or needs: a process group of its own, state of each rank, lazy snapshots, ``zckpt.where`` and ``zckpt.offload``.
     """
 
     @property
@@ -244,10 +230,8 @@ class EngineAdapter(StateAdapter):
         contrast to ``inventory``, this includes values that other ranks hold as well, padding, weights that are derived
         from master weights, and buffers that are not persistent. It includes every storage that the engine keeps for a
         part, but not the buffers through which the engine swaps one part after the other. If one tensor belongs to two
-        parts of which one is ``master``, the holding of the part ``master`` comes first.
-
-        Changes nothing, and is not collective.
-        """
+        parts of which one is ``master``, the holding of the part ``master`` comes first. Changes nothing, and is not
+        collective."""
         return ()
 
     def uses(self) -> Iterable[UsingMethod]:
@@ -275,8 +259,7 @@ class EngineAdapter(StateAdapter):
 
     @abstractmethod
     def unexpected(self, stored: Mapping[str, Collection[str]]) -> list[str]:
-        """Returns the keys for which the engine has no place on any rank. ``stored``: the names of the checkpoint's
-        tensors by part."""
+        """Returns the keys for which no rank has a place. ``stored``: the names of the checkpoint's tensors by part."""
 
     @abstractmethod
     def restoring(self, selection: Selection) -> Restoring:
@@ -297,7 +280,6 @@ class UsingMethod(NamedTuple):
     """A method that uses tensors of the state."""
 
     owner: Any
-    """The object whose method it is."""
     method: str
     """The name of the method. ``__call__`` stands for every call of a module, whoever makes it."""
     parts: Collection[str] | None = None
@@ -311,8 +293,7 @@ class Selection:
     """What one restore puts into an engine, on one rank."""
 
     stored: Mapping[str, Collection[str]]
-    """The names of the checkpoint's tensors by part, for all parts that may be read, whether they fit the engine or
-    not."""
+    """The names of the checkpoint's tensors by part, for all parts that may be read, also those that do not fit."""
     wanted: tuple[Fragment, ...]
     """Those fragments of ``EngineAdapter.wanted`` that are filled. A moment that the checkpoint does not have is filled
     with zeros, all other fragments are filled from the checkpoint."""
@@ -326,13 +307,11 @@ class Selection:
     is a problem, unless the engine can keep its own values."""
     rank_state: Mapping[str, Any] | None
     """The tree that this rank saved. It is None if another number of ranks wrote the checkpoint, or if nothing needs
-    the tree. In the place of each tensor and array, the tree has a function without arguments that reads and returns
-    it."""
+    the tree. In the place of tensors and arrays, it has functions without arguments that return them."""
     rng: bool
     """Whether the random number generators are restored too. If not, they are not changed."""
     strict: bool = True
-    """Whether it is a problem if only a part of a tree fits the engine. If not, the engine keeps the rest of its own
-    values."""
+    """Whether it is a problem if only a part of a tree fits. If not, the engine keeps the rest of its own values."""
     keeps_settings: bool = False
     """Whether the engine keeps its own settings: those of its optimizer, such as the learning rate and the weight
     decay, and those of its scheduler. Values that are counted while the engine trains are no settings. The scheduler
@@ -357,8 +336,7 @@ class Restoring(Protocol):
 
     def problems(self) -> list[str]:
         """Returns the reasons why the state cannot be restored together with the tensors, one line each. Changes
-        nothing. If there is any reason, no other method may be called. Raises FormatError for a tree that
-        ``EngineAdapter.state`` did not make."""
+        nothing. If there is any, no other method may be called. Raises FormatError for a tree of another form."""
 
     def fill(self) -> Generator[Batch, None, None]:
         """Yields all fragments of ``Selection.wanted`` in batches. The ``data`` of each fragment is memory that the

@@ -19,19 +19,16 @@ class RankGroup:
     handle: dist.ProcessGroup | None
     """The process group for collectives. None stands for all ranks of the job."""
     rank: int
-    """The number of this rank within the group."""
     ranks: tuple[int, ...]
     """The numbers that the group's ranks have in the whole job."""
 
     @property
     def size(self) -> int:
-        """The number of ranks in the group."""
         return len(self.ranks)
 
 
 def rank_group_of(handle: dist.ProcessGroup | None) -> RankGroup:
-    """Returns the ranks of a process group. ``handle``: the process group, or None for all ranks of the job. Without a
-    job of several ranks, there is only rank 0."""
+    """Returns the ranks of a process group. The argument is that of ``ranks_of``."""
     own_job, ranks = job(), ranks_of(handle)
     return RankGroup(None, 0, ranks) if own_job is None else RankGroup(handle, ranks.index(own_job.rank), ranks)
 

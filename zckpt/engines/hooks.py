@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -26,30 +27,23 @@ def before_calls(methods: Iterable[tuple[Any, str, Callable[[], None]]]) -> Call
     """Arranges that an action is called before each call of a method. Returns a function that ends this. Each of
     ``methods`` is an object, the name of a method, and an action. For the method ``__call__`` of a module, the action
     runs before the module's other hooks."""
-    return _undoing(
-        # This hook must be the first one, because the hooks of ZeRO-3 gather the weights.
-        owner.register_forward_pre_hook(_hook(action), prepend=True).remove
-        if name == "__call__"
-        else _watched(owner, name).add(action, after=False)
-        for owner, name, action in methods
-    )
+    hooks = ExitStack()
+    for owner, name, action in methods:
+        if name == "__call__":
+            # This hook must be the first one, because the hooks of ZeRO-3 gather the weights.
+            hooks.callback(owner.register_forward_pre_hook(_hook(action), prepend=True).remove)
+        else:
+            hooks.callback(_watched(owner, name).add(action, after=False))
+    return hooks.close
 
 
 def after_calls(methods: Iterable[tuple[Any, str, Callable[[], None]]]) -> Callable[[], None]:
     """Arranges that an action is called after each call of a method that returns. Returns a function that ends this.
     ``methods``: as in ``before_calls``, but ``__call__`` of a module is not possible."""
-    return _undoing(_watched(owner, name).add(action, after=True) for owner, name, action in methods)
-
-
-def _undoing(undo_calls: Iterable[Callable[[], None]]) -> Callable[[], None]:
-    """Returns a function that calls each of ``undo_calls`` once, the last one first."""
-    pending = [*undo_calls]
-
-    def undo() -> None:
-        while pending:
-            pending.pop()()
-
-    return undo
+    hooks = ExitStack()
+    for owner, name, action in methods:
+        hooks.callback(_watched(owner, name).add(action, after=True))
+    return hooks.close
 
 
 def _watched(owner: Any, name: str) -> _Watched:

@@ -45,7 +45,7 @@ def _place(tensor: Any) -> tuple[Span, tuple[tuple[int, int], ...]]:
     if coordinate is None:
         raise ValueError("lies on a mesh to which this rank does not belong")
     cuts = []
-    for mesh_dim in sorted(range(mesh.ndim), key=lambda dim: _is_strided(placements[dim])):
+    for mesh_dim in sorted(range(mesh.ndim), key=lambda dim: type(placements[dim]).__name__ == "_StridedShard"):
         placement = placements[mesh_dim]
         if placement.is_partial():
             raise ValueError("is a Partial DTensor, whose values are not summed yet")
@@ -85,7 +85,3 @@ def _chunk(first: int, size: int, chunks: int, index: int) -> tuple[int, int]:
     chunk_size = -(-size // chunks)
     offset = min(chunk_size * index, size)
     return first + offset, min(chunk_size, size - offset)
-
-
-def _is_strided(placement: Any) -> bool:
-    return type(placement).__name__ == "_StridedShard"

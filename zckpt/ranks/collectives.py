@@ -85,8 +85,7 @@ class Ranks:
         """The same ranks, for calls at the time when the background uses its own group. If the training has destroyed
         its process groups since, this is this process alone."""
         ranks = object.__new__(Ranks)
-        number = self.members[self.rank]
-        ranks._connect((number,) if self.job_is_over else self.members, number, CALLS, call)
+        ranks._connect((self.job_rank,) if self.job_is_over else self.members, self.job_rank, CALLS, call)
         return ranks
 
     def part(self, numbers: Sequence[int]) -> Ranks:
@@ -105,8 +104,7 @@ class Ranks:
 
     @property
     def job_is_over(self) -> bool:
-        """Whether the training has destroyed its process groups since this object was made, or has made its first
-        ones."""
+        """Whether the training has destroyed, or first made, its process groups since this object was made."""
         return job() is not None if self._job is None else self._job.is_over
 
     @property
@@ -123,10 +121,10 @@ class Ranks:
     def exchange(
         self, sent: torch.Tensor, sent_bytes: Sequence[int], received: torch.Tensor, received_bytes: Sequence[int]
     ) -> None:
-        """Sends bytes from each rank to each rank. ``sent`` and ``received`` are 1-D uint8 tensors in host memory.
-        ``sent`` holds first the bytes for rank 0, then those for rank 1, and so on; ``sent_bytes`` says how many each
-        of them gets. ``received`` and ``received_bytes`` are the same for the bytes that come from each rank. Raises
-        RankError, which names the rank, if a rank is gone or hangs."""
+        """Sends bytes from each rank to each rank. ``sent``, a 1-D uint8 tensor in host memory, holds first the bytes
+        for rank 0, then those for rank 1, and so on; ``sent_bytes`` says how many each of them gets. ``received`` and
+        ``received_bytes`` are the same for the bytes that come from each rank. Raises RankError, which names the rank,
+        if a rank is gone or hangs."""
         group = self._group
         if group is None:
             received.copy_(sent)
@@ -154,16 +152,14 @@ class Ranks:
 
     def together(self, action: Callable[[], T], doing: str, *, interruptible: bool = True) -> T:
         """Runs ``action`` on every rank. Returns its result only if it succeeded on all ranks. A rank on which it
-        failed raises its own error. Every other rank raises a RankError that names the first rank on which it
-        failed."""
+        failed raises its own error, and every other rank a RankError that names the first of these ranks."""
         results: list[T] = []
         self.decide(lambda: results.append(action()), lambda _: None, doing, interruptible=interruptible)
         return results[0]
 
     def first(self, action: Callable[[], T], doing: str) -> T:
-        """Runs ``action`` on rank 0 alone. Every rank returns its result or raises an error. Inside of ``undivided``,
-        no rank raises Ctrl-C here, because a rank that has nothing to do would report a failure of what rank 0 has
-        done."""
+        """Runs ``action`` on rank 0 alone. Every rank returns its result or raises an error. It is not interruptible,
+        because a rank that has nothing to do would report a failure of what rank 0 has done."""
         return self.decide(
             lambda: action() if self.rank == 0 else None,
             lambda results: cast("T", results[0]),
@@ -191,8 +187,8 @@ class Ranks:
 
         If everything that can fail is in the actions of successive calls, all ranks leave at the same call.
         """
-        answer = self._step(action, lambda results: (_pack(decide(results)), {}), doing, interruptible)
-        return cast("D", _unpack(answer.common))
+        common, _ = self.decide_each(action, lambda results: (decide(results), {}), doing, interruptible=interruptible)
+        return common
 
     def decide_each(
         self,
@@ -202,26 +198,8 @@ class Ranks:
         *,
         interruptible: bool = True,
     ) -> tuple[D, E | None]:
-        """Does what ``decide`` does. But ``decide`` returns a value for all ranks and one for each rank, by its number.
-        Returns the first one and that of this rank, which is None if there is none for it."""
-
-        def packed(results: list[T]) -> tuple[bytes, dict[int, bytes]]:
-            common, each = decide(results)
-            return _pack(common), {rank: _pack(own) for rank, own in each.items()}
-
-        answer = self._step(action, packed, doing, interruptible)
-        own = answer.each.get(self.rank)
-        return _unpack(answer.common), None if own is None else _unpack(own)
-
-    def _step(
-        self,
-        action: Callable[[], Any],
-        decide: Callable[[list[Any]], tuple[bytes, Mapping[int, bytes]]],
-        doing: str,
-        interruptible: bool,
-    ) -> Answer:
-        """Does the work of the methods ``decide`` and ``decide_each``. The argument ``decide`` returns the packed value
-        for all ranks, and those for each rank."""
+        """Does what ``decide`` does, but the argument ``decide`` returns a value for all ranks, and one for some of
+        them by their numbers. Returns the first one, and that of this rank or None."""
 
         def run() -> bytes:
             with self.interruptible() if interruptible else nullcontext():
@@ -231,13 +209,17 @@ class Ranks:
 
         def decided(results: dict[int, bytes]) -> Answer:
             # The results of thousands of ranks may be large, so each is given up once it is unpacked.
-            return Answer(*decide([_unpack(results.pop(rank, _NONE)) for rank in range(self.size)]))
+            common, each = decide([_unpack(results.pop(rank, _NONE)) for rank in range(self.size)])
+            return Answer(_pack(common), {rank: _pack(own) for rank, own in each.items()})
 
         group = self._group
         if group is None:
-            return decided({0: run()})
-        with group.lives.shown(doing, self._call):
-            return self._run_step(group, run, decided, doing)
+            answer = decided({0: run()})
+        else:
+            with group.lives.shown(doing, self._call):
+                answer = self._run_step(group, run, decided, doing)
+        own = answer.each.get(self.rank)
+        return _unpack(answer.common), None if own is None else _unpack(own)
 
     def _run_step(
         self, group: Group, action: Callable[[], bytes], decided: Callable[[dict[int, bytes]], Answer], doing: str
@@ -344,8 +326,7 @@ def _described(error: BaseException) -> tuple[str, str, dict[str, str | int | No
     """Returns what another rank needs to make an equal error, or None if it is not one of zckpt."""
     if not isinstance(error, ZckptError) or getattr(errors, type(error).__name__, None) is not type(error):
         return None
-    names = [name for name in ZckptError.__annotations__ if name != "message"]
-    facts = {name: getattr(error, name) for name in names}
+    facts = {name: getattr(error, name) for name in ZckptError.__annotations__ if name != "message"}
     plain = {
         name: value if value is None or isinstance(value, (str, int)) else str(value) for name, value in facts.items()
     }
@@ -363,8 +344,7 @@ def check_equal(values: Sequence[object], what: str, hint: str | None = None) ->
 
 
 def comparable(**arguments: object) -> dict[str, object]:
-    """Returns the arguments of a call in a form that ``check_arguments`` can compare: plain values, and sorted lists
-    for collections of names."""
+    """Returns arguments in a form that ``check_arguments`` can compare: collections of names as sorted lists."""
     return {
         name: value if value is None or isinstance(value, (str, bool, int)) else sorted(value)  # type: ignore[call-overload]
         for name, value in arguments.items()

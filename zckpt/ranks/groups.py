@@ -10,18 +10,21 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
+
 from zckpt.errors import OPEN_FILES_HINT, RankError
 from zckpt.ranks.family import Family
-from zckpt.ranks.heartbeat import Lives, meet, timeout_seconds
+from zckpt.ranks.heartbeat import PERIOD_SECONDS, Lives, meet, timeout_seconds
 from zckpt.ranks.job import jobs
 from zckpt.ranks.tree import children, family, parent
 from zckpt.system.threads import Watcher
 
 if TYPE_CHECKING:
+    import threading
     from collections.abc import Callable, Sequence
 
     import torch
-    import torch.distributed as dist
+    from torch._C._distributed_c10d import Store
 
     from zckpt.ranks.job import Job
 
@@ -32,6 +35,9 @@ _INTERFACE = (
     "set GLOO_SOCKET_IFNAME, on every machine, to the network interface (`ip addr`) by which the machines reach each "
     "other"
 )
+_FOREVER = timedelta(days=365)
+"""The timeout of gloo once all ranks have connected. Gloo cannot tell a slow rank from one that hangs, so zckpt looks
+at signs of life instead (``heartbeat``)."""
 _LIMITS = {
     "too many open files": OPEN_FILES_HINT,
     "unable to find": _INTERFACE,
@@ -66,23 +72,19 @@ class Group:
         self._below = Family(self._group(family(rank, size)), self.wait) if children(rank, size) else None
 
     def collect(self) -> list[bytes]:
-        """Returns what the children of this rank ask."""
         return self._below.collect() if self._below else []
 
     def answer(self, messages: Sequence[bytes]) -> None:
-        """Answers each child of this rank."""
         if self._below:
             self._below.answer(messages)
 
     def ask(self, message: bytes) -> bytes:
-        """Asks the parent of this rank, and returns its answer."""
         assert self._above is not None, "rank 0 has no parent"
         return self._above.ask(message)
 
     def exchange(
         self, sent: torch.Tensor, sent_bytes: Sequence[int], received: torch.Tensor, received_bytes: Sequence[int]
     ) -> None:
-        """Does what ``Ranks.exchange`` does."""
         gloo = self._group(self._all)
         self.wait(gloo.alltoall_base(received, sent, [*received_bytes], [*sent_bytes]))
 
@@ -109,7 +111,7 @@ class Group:
                 return
 
     def close(self) -> None:
-        """Ends the group and its threads. After this call, no messages can be exchanged."""
+        """Ends the group and its threads."""
         self.closed = True
         self.lives.close()
         if not all(work.is_completed() for work in self._works):
@@ -123,7 +125,6 @@ class Group:
 
 
 def close_all() -> None:
-    """Ends the threads of all groups of this process."""
     for each in jobs():
         close_groups(each)
 
@@ -146,8 +147,8 @@ if hasattr(os, "register_at_fork"):
 
 
 def group_of(here: Job, members: tuple[int, ...], rank: int, channel: str, call: str) -> Group:
-    """Returns the group of these ranks of the job. It is made once for each process and job, because all ranks have to
-    make it together. After a rank was lost, it is made anew."""
+    """Returns the group of these ranks of the job. It is made once, because all ranks have to make it together, and
+    anew after a rank was lost."""
     for earlier in [each for each in jobs() if each.is_over]:
         for key in [key for key in earlier.groups if key[1] == channel]:
             earlier.groups.pop(key).close()  # A write in the background may still use another channel.
@@ -203,10 +204,47 @@ def _connected(here: Job, name: str, rank: int, members: tuple[int, ...], lives:
     reason = str(error).splitlines()[0] if str(error) else type(error).__name__
     hint = next((hint for message, hint in _LIMITS.items() if message in str(error).lower()), None)
     if hint is None or "refused" in str(error).lower():  # The rank on the other side may have died.
-        lost = lives.lost(error)
+        lost = lives.lost(error, connecting=True)
         lost.hint = hint if lost.rank is None else None
         raise lost from error
     if hint is OPEN_FILES_HINT and sys.platform != "win32":
         hint = f"{hint}; it is {resource.getrlimit(resource.RLIMIT_NOFILE)[0]} here"
     lives.give_up_self(f"cannot connect to the other ranks: {reason}; {hint}")
     raise RankError(f"cannot connect to the other ranks: {reason}", rank=members[rank], hint=hint) from error
+
+
+class Gloo:
+    """A group of gloo, as ``Job.connect`` returns it, with the store of its addresses. With TORCH_GLOO_LAZY_INIT=1,
+    gloo connects only when a message is sent, and needs the addresses then."""
+
+    def __init__(
+        self, store: Store, name: str, number: int, size: int, timeout: timedelta, closed: threading.Event
+    ) -> None:
+        self._addresses = _Addresses(dist.distributed_c10d.PrefixStore(name, store), closed)
+        gloo: Any = dist.ProcessGroupGloo(self._addresses, number, size, timeout)  # torch has no types for its methods
+        gloo._set_default_timeout(_FOREVER)
+        self.rank, self.size = gloo.rank, gloo.size
+        self.gather, self.scatter, self.alltoall_base = gloo.gather, gloo.scatter, gloo.alltoall_base
+
+
+class _Addresses(dist.Store if dist.is_available() else object):  # type: ignore[misc]
+    """The store by which the ranks tell each other their addresses. A wait for the address of another rank ends with an
+    error once ``closed`` is set. It asks again and again, because no other thread can use the store while one thread
+    waits in it. A clone of the store would do, too, but rank 0 would have one more connection to each rank."""
+
+    def __init__(self, store: Store, closed: threading.Event) -> None:
+        super().__init__()
+        self._store, self._closed = store, closed
+
+    def set(self, key: str, value: bytes) -> None:
+        self._store.set(key, value)  # type: ignore[arg-type]
+
+    def get(self, key: str) -> bytes:
+        return self._store.get(key)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        pause = 0.001
+        while not self._store.check(keys):
+            if self._closed.wait(pause):
+                raise RuntimeError("the wait was given up")
+            pause = min(2 * pause, PERIOD_SECONDS / 4)

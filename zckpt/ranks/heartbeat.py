@@ -19,7 +19,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from zckpt.errors import RankError, first_few
-from zckpt.ranks.tree import children, neighbors
+from zckpt.ranks.tree import children, neighbors, parent
 from zckpt.system.threads import Watcher
 from zckpt.system.waits import is_in_bounded_wait
 
@@ -92,7 +92,6 @@ def _acting() -> tuple[Lives, ...]:
 
 def meet(store: Store, channel: str, rank: int, members: Sequence[int], call: str) -> str:
     """Waits until all ranks of a group have come. Returns a name that no group has had before, the same on all ranks.
-    All ranks call it.
 
     ``channel`` says what the group is for. ``members`` has the numbers of its ranks in the job. ``call`` is the
     function that all of them have to call. If they meet inside of a step of a larger group, its signs of life tell
@@ -113,7 +112,8 @@ def meet(store: Store, channel: str, rank: int, members: Sequence[int], call: st
         return [other for other in members if not store.check([key_of(other)])]
 
     def late() -> None:
-        if _is_to_say(rank, lambda other: store.check([key_of(members[other])])):
+        # The rank with the lowest number that has come says it, if it is among the first.
+        if rank < FIRST_FEW and not any(store.check([key_of(other)]) for other in members[:rank]):
             missing = missing_ranks()
             if missing:
                 _say_late(members[rank], missing, call, "begin", timeout)
@@ -176,12 +176,6 @@ def _await(
     return True
 
 
-def _is_to_say(rank: int, is_here: Callable[[int], bool]) -> bool:
-    """Returns whether this rank prints the message about late ranks. The rank with the lowest number that is present
-    prints it, if it is among the first ``FIRST_FEW``."""
-    return rank < FIRST_FEW and not any(is_here(other) for other in range(rank))
-
-
 def _say_late(waiting: int, missing: Sequence[int], call: str, doing: str, timeout: int) -> None:
     few = first_few(missing, FIRST_FEW, ", ...")
     ranks = f"rank {few}" if len(missing) == 1 else f"{len(missing)} ranks ({few})"
@@ -211,18 +205,14 @@ class Lives:
         self._failure: tuple[int, str, int | None, str | None] | None = None
         """What ``tell_failure`` has told last, as far as this rank has heard it."""
         self._actions = 0
-        """How many actions of steps this rank has begun."""
         self._watched = neighbors(rank, len(members))
         self._beats = 0
         """How many periods the thread of this object has run. It shows the others that the process is alive."""
         self._waits = False
-        """Whether this rank waits for other ranks."""
         self._said = False
         """Whether late ranks were found in this wait already. There is only one message about them."""
         self._waits_since = 0.0
-        """When this wait began."""
         self._call = ""
-        """The function of zckpt that all ranks have to call."""
         self._heard: dict[int, tuple[str, float]] = {}
         """The last number of steps of each rank that is watched, and when it was first seen."""
         self._shown: dict[int, tuple[list[str], float]] = {}
@@ -253,7 +243,7 @@ class Lives:
 
     def _await_neighbors(self) -> None:
         """Waits until the parent and the children have come. Others wait for this rank meanwhile, so it gives signs of
-        life, and tells them if one of its own has not come."""
+        life, and tells them if one has not come."""
 
         def meanwhile() -> None:
             sign_of_life()
@@ -350,19 +340,16 @@ class Lives:
             self._store_gone = time.monotonic()
 
     def close(self) -> None:
-        """Ends the thread, and waits for its end, but no longer than a period. It has to be called when the group is
-        given up."""
+        """Ends the thread, and waits for its end, but no longer than a period."""
         self._watcher.close(self.period)
-        if self._verdict is not None and self._members[self._rank] == 0:
-            with suppress(RuntimeError):
-                self._wait_until_heard()
-
-    def _wait_until_heard(self) -> None:
-        """Waits until all other ranks have heard which rank is gone, but no longer than ``LOST_PERIODS`` periods. The
-        process of rank 0 may have the store, from which they hear it, and may end at once after its error."""
+        if self._verdict is None or self._members[self._rank] != 0:
+            return
+        # The process of rank 0 may have the store, and may end at once after its error. So it waits until all other
+        # ranks have heard from the store which rank is gone.
         give_up = time.monotonic() + LOST_PERIODS * self.period
-        while self._store.add(self._heard_key, 0) < len(self._members) - 1 and time.monotonic() < give_up:
-            time.sleep(self.period / 20)
+        with suppress(RuntimeError):
+            while self._store.add(self._heard_key, 0) < len(self._members) - 1 and time.monotonic() < give_up:
+                time.sleep(self.period / 20)
 
     def _show(self, state: str = "") -> None:
         state = state or (_INSIDE if self._here else _OUTSIDE)
@@ -402,14 +389,18 @@ class Lives:
                 _say_late(self._members[self._rank], names, self._call, self._doing or "go on", self._timeout)
 
     def _says_it(self, late: Sequence[int]) -> bool:
-        """Returns whether this rank prints the message about these ranks. The parent of late ranks prints it. If a
-        parent is late, its first child that is present does."""
+        """Returns whether this rank prints the message about these ranks. Their parent does, or if a parent is late,
+        its first child that is present."""
         if late[-1] > self._rank:
             return True
-        siblings = [rank for rank in children(late[0], len(self._members)) if rank < self._rank]
-        # A store waits for an entry that is not there yet, and no other thread could use it meanwhile.
-        earlier = [rank for rank in siblings if self._store.check([self._key(rank)])]
+        earlier = [rank for rank in self._present_siblings() if rank < self._rank]
         return all(entry[0] != _INSIDE for entry in self._entries(earlier).values())
+
+    def _present_siblings(self) -> list[int]:
+        """Returns the other children of this rank's parent that have an entry. A store waits for an entry that is not
+        there yet, and no other thread could use it meanwhile."""
+        siblings = children(parent(self._rank), len(self._members)) if self._rank else ()
+        return [rank for rank in siblings if rank != self._rank and self._store.check([self._key(rank)])]
 
     @property
     def given_up(self) -> bool:
@@ -427,8 +418,7 @@ class Lives:
         theirs, so that no connection ends if one of them dies. ``numbers`` returns their numbers in the job. Looks at
         them once in a period. Raises RankError if one of them is inside of a step and has not shown for
         ``WAITING_SECONDS`` that its process runs, if it has left the group, or if another rank says that a rank is
-        gone, or that it has failed in this action. A rank that is in no step shows nothing, and may come at any
-        time."""
+        gone, or that it has failed in this action. A rank that is in no step shows nothing, and may still come."""
         now = time.monotonic()
         if now < self._looked_at + self.period:
             return
@@ -470,12 +460,14 @@ class Lives:
             rank, why = self._members[self._verdict[0]], self._verdict[1]
             raise RankError(f"rank {rank} {why}; the ranks were to {self._doing or 'begin'}", rank=rank)
 
-    def lost(self, error: Exception) -> RankError:
+    def lost(self, error: Exception, *, connecting: bool = False) -> RankError:
         """Returns the error for a lost connection to another rank. It names the rank if that can be found out. Each
-        rank looks at the ranks that it watches only, and hears from the others which of theirs has died."""
+        rank looks at the ranks that it watches only, and hears from the others which of theirs has died. If it was
+        ``connecting``, it looks at its siblings too, with which it connects as well."""
         try:
             with _using_the_store():
-                before = self._entries(self._watched)
+                looked_at = [*self._watched, *(self._present_siblings() if connecting else ())]
+                before = self._entries(looked_at)
                 silent = [rank for rank, entry in before.items() if entry[0] == _INSIDE]
                 for period in range(DOUBT_PERIODS):
                     if period >= LOST_PERIODS and len(silent) == 1:
@@ -484,8 +476,11 @@ class Lives:
                     self._look()
                     self.check()
                     silent = [rank for rank, entry in self._entries(silent).items() if entry == before[rank]]
-                states = {rank: entry[0] for rank, entry in self._entries(self._watched).items()}
-                left, outside = ([rank for rank in states if states[rank] == state] for state in (_LEFT, _OUTSIDE))
+                entries = self._entries(looked_at)
+                # A sibling may have left because it could not connect either, so it does not count.
+                left = [rank for rank in self._watched if entries[rank][0] == _LEFT]
+                # A rank whose entry has changed since the connection was lost is alive.
+                outside = [rank for rank, entry in entries.items() if entry[0] == _OUTSIDE and entry == before[rank]]
                 if silent or len(outside) == 1:
                     self._give_up((silent or outside)[0], "has died", tell=True)
                 elif left:

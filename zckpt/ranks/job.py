@@ -19,11 +19,8 @@ if TYPE_CHECKING:
 
 
 class Job(ABC):
-    """A job as one of its ranks sees it: what ``Ranks`` needs to send messages.
-
-    Ranks that do not reach each other by ``torch.distributed`` have a class that derives from this one, as those of
-    ``tests.support.thread_ranks``. The thread of such a rank enters its job by ``in_job``.
-    """
+    """A job as one of its ranks sees it. Ranks that do not reach each other by ``torch.distributed`` have a class that
+    derives from this one, as those of ``tests.support.thread_ranks``, and enter their job by ``in_job``."""
 
     def __init__(self) -> None:
         self.groups: dict[tuple[tuple[int, ...], str], Group] = {}
@@ -63,16 +60,14 @@ class Job(ABC):
 
 
 class TorchJob(Job):
-    """The job of ``torch.distributed``."""
+    """The job of ``torch.distributed``. ``world`` is its default process group."""
 
     def __init__(self, world: Any) -> None:
-        """``world`` is the default process group."""
         super().__init__()
         self.world = world
 
     @property
     def is_over(self) -> bool:
-        """Whether the training has destroyed its process groups."""
         return job() is not self
 
     @property
@@ -93,9 +88,9 @@ class TorchJob(Job):
         return dist.distributed_c10d._get_default_store()
 
     def connect(self, name: str, number: int, size: int, timeout: timedelta, closed: threading.Event) -> Any:
-        from zckpt.ranks.gloo import connect
+        from zckpt.ranks.groups import Gloo
 
-        return connect(self.store, name, number, size, timeout, closed)
+        return Gloo(self.store, name, number, size, timeout, closed)
 
 
 _made: list[TorchJob] = []

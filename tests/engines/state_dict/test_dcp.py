@@ -31,8 +31,8 @@ from tests.support.state_dicts import WEIGHT, blank, gathered, nested
 from tests.support.torch_models import held, make_state, train
 from zckpt.checkpoint.write import write_engine as write_state
 from zckpt.checkpoint.writing.options import WriteOptions
-from zckpt.engines.state_dict.flat import FlatState
-from zckpt.engines.state_dict.flat import held as held_tensor
+from zckpt.engines.state_dict import FlatState
+from zckpt.engines.state_dict import held as held_tensor
 from zckpt.testing.engine_definition import frozen
 
 if TYPE_CHECKING:

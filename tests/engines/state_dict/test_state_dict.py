@@ -23,7 +23,7 @@ import zckpt
 from tests.support.patience import give_up_after
 from tests.support.state_dicts import WEIGHT, blank, gathered, nested
 from tests.support.torch_models import make_state, train
-from zckpt.engines.state_dict.flat import leaves_of
+from zckpt.engines.state_dict import leaves_of
 from zckpt.engines.tensors import local_of
 from zckpt.testing.engine_definition import frozen
 

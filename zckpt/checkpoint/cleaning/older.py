@@ -17,11 +17,9 @@ from zckpt.plan.inventory import PARAM
 from zckpt.storage.schemes import open_store
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
+    from collections.abc import Collection, Sequence
 
     from zckpt.checkpoint.cleaning.cleanup import Cleanup
-    from zckpt.format.manifest import Manifest
-    from zckpt.plan.lineage import Lineage
     from zckpt.storage.contract import Store
     from zckpt.storage.location import StrPath
 
@@ -30,9 +28,7 @@ class Series(NamedTuple):
     """What is alike for the checkpoints that take each other's place."""
 
     run_id: str
-    """The identity of the training run."""
     use: str
-    """What the checkpoints can be used for."""
     has_param: bool
     """Whether they have the part ``param``. If a run has frozen weights, only some checkpoints may have them."""
     of_trainer: bool
@@ -61,9 +57,8 @@ def remove_older(
 ) -> Cleanup:
     """Does the work of ``prune``, and of writes that remove older checkpoints. ``written``: the identity of the run and
     the save id of the checkpoint that a write has just committed. Then only checkpoints of this run are removed, and
-    this checkpoint counts as the one that was committed last, even if its manifest has an older time. The clocks of two
-    hosts may differ, and the files of a copied run may have any times. ``needed``: the save ids of checkpoints that
-    stay, because they are being copied."""
+    this one counts as the last, even if its manifest has an older time: the clocks of two hosts may differ, and the
+    files of a copied run may have any times. ``needed``: the save ids of checkpoints that are being copied."""
     store = open_store(run)
     if names.MANIFEST in names_at(store):
         raise CheckpointNotFoundError(
@@ -73,8 +68,10 @@ def remove_older(
     stores = [checkpoint for checkpoint, entries in directories(store) if names.MANIFEST in entries]
     committed, unreadable = _committed(stores, time.time())
     run_id, newest = written or (None, None)
-    committed.sort(key=lambda checkpoint: checkpoint.save_id == newest)  # The sort is stable.
-    last = {checkpoint.path for checkpoint in _last_of_each_series(committed, keep_last)}
+    committed.sort(key=lambda checkpoint: checkpoint.save_id == newest)
+    by_series = sorted(committed, key=lambda checkpoint: checkpoint.series)  # The sorts are stable.
+    grouped = groupby(by_series, lambda checkpoint: checkpoint.series)
+    last = {checkpoint.path for _, group in grouped for checkpoint in [*group][-keep_last:]}
     reasons: dict[str, str] = {}
     work = Work(dry_run)
     for checkpoint in committed:
@@ -95,18 +92,10 @@ def remove_older(
     return work.result(len(stores), reasons, unreadable)
 
 
-def _last_of_each_series(committed: Sequence[_Committed], keep_last: int) -> Iterator[_Committed]:
-    """Yields the last checkpoints of each series. ``committed`` is in the order of the commits."""
-    for _, group in groupby(sorted(committed, key=lambda checkpoint: checkpoint.series), lambda found: found.series):
-        yield from [*group][-keep_last:]
-
-
 def _committed(stores: Sequence[Store], now: float) -> tuple[list[_Committed], list[str]]:
     """Returns the complete checkpoints in the order of their commits, and the paths of those that are not complete.
-
-    Times that lie in the future are of a clock that was set back, or of another host. Such a checkpoint takes its place
-    by its step. ``now``: the present time, in seconds since the epoch.
-    """
+    ``now``: the present time, in seconds since the epoch. Later times are of a clock that was set back, or of another
+    host. Such a checkpoint takes its place by its step."""
     committed, unreadable = [], []
     for store in stores:
         path = str(store.location)
@@ -114,14 +103,15 @@ def _committed(stores: Sequence[Store], now: float) -> tuple[list[_Committed], l
             contents = open_contents(store)
             with closing(contents.reader):
                 check_lengths(contents)
-                series = _series_of(store, contents.manifest, contents.lineage)
+                manifest, lineage = contents.manifest, contents.lineage
+                of_trainer = is_of_trainer(store.parent.location.name)
+                series = Series(lineage.run_id, str(lineage.use), PARAM in tensor_counts(manifest), of_trainer)
             entry = store.entry(names.MANIFEST)
         except CheckpointNotFoundError:
             continue  # Another process has removed it meanwhile.
         except (FormatError, StorageError):
             unreadable.append(path)
             continue
-        manifest = contents.manifest
         if entry is not None:
             committed.append(_Committed(entry.changed_at, manifest.step, path, series, manifest.save_id, store))
     past = [checkpoint for checkpoint in committed if checkpoint.changed_at <= now]
@@ -131,9 +121,3 @@ def _committed(stores: Sequence[Store], now: float) -> tuple[list[_Committed], l
             changed_at = max((other.changed_at for other in earlier), default=0.0)
             committed[number] = checkpoint._replace(changed_at=changed_at)
     return sorted(committed, key=lambda checkpoint: checkpoint[:3]), unreadable
-
-
-def _series_of(store: Store, manifest: Manifest, lineage: Lineage) -> Series:
-    return Series(
-        lineage.run_id, str(lineage.use), PARAM in tensor_counts(manifest), is_of_trainer(store.parent.location.name)
-    )

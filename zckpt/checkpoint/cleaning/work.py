@@ -22,13 +22,11 @@ if TYPE_CHECKING:
 
 
 OLD_SECONDS = 24 * 3600.0
-"""After how many seconds a writer that was taken for dead is certain not to commit any more, and an upload not to be
-finished."""
+"""After so many seconds, a writer that was taken for dead does not commit any more, and no upload is finished."""
 
 
 def is_latest(run: Store, checkpoint: Store) -> bool:
-    """Returns whether the file ``latest`` of a run names this checkpoint. Raises FormatError if ``latest`` cannot be
-    read."""
+    """Returns whether the file ``latest`` of a run names this checkpoint. Raises FormatError if it cannot be read."""
     if run.entry(names.LATEST) is None:
         return False
     return run.location.child(read_latest(run)).resolved() == checkpoint.location.resolved()
@@ -39,8 +37,7 @@ class Work:
     it would remove, and takes no lock."""
 
     def __init__(self, dry_run: bool, discarded: Collection[Location] = ()) -> None:
-        """``discarded``: the directories of checkpoints without a manifest that are removed although they could be
-        repaired."""
+        """``discarded``: the checkpoints without a manifest that are removed although they could be repaired."""
         self.dry_run = dry_run
         self.discarded = discarded
         self.removed: list[Removed] = []
@@ -53,16 +50,15 @@ class Work:
     def result(
         self, checkpoints: int, reasons: Mapping[str, str] | None = None, unreadable: Sequence[str] = ()
     ) -> Cleanup:
-        """Returns the result of the clean-up. The arguments are the fields of ``Cleanup`` of the same names."""
+        """The arguments are the fields of ``Cleanup`` of the same names."""
         return Cleanup(
             tuple(self.removed), tuple(self.in_use), self.dry_run, tuple(self.recoverable), checkpoints, reasons or {},
             tuple(unreadable), tuple(dict.fromkeys(self.foreign)),
         )  # fmt: skip
 
     def clean(self, store: Store, unwanted_in: Store | None = None, save_id: str = "") -> None:
-        """Removes the leftovers of one checkpoint. If ``unwanted_in`` is given, removes the checkpoint itself too.
-        ``unwanted_in``: the run of the checkpoint. ``save_id``: the save id of the checkpoint. If another process has
-        committed another checkpoint there meanwhile, that one stays, and is recorded as in use."""
+        """Removes the leftovers of one checkpoint. If its run is given as ``unwanted_in``, removes the checkpoint too,
+        unless another one than that of ``save_id`` was committed there meanwhile, which is recorded as in use."""
         path = str(store.location)
         left, holder, is_discarded = leftovers(store), read_lock(store), store.location in self.discarded
         # If there is nothing to do, no lock is taken, because that could make a write fail that is about to begin.
@@ -149,8 +145,7 @@ class Work:
                 self.removed.append(Removed(path, freed, shared, reason))
 
     def _freed(self, stored: Sequence[Entry]) -> tuple[int, int]:
-        """Returns the number of bytes of removed files whose disk space is freed, and the number of bytes of removed
-        files that still have other hard links."""
+        """Returns how many bytes of removed files are freed, and how many still have other hard links."""
         freed = shared = 0
         for file in stored:
             links = self._links.pop(file.identity, file.links) - 1

@@ -8,7 +8,7 @@ from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
 from zckpt.engines.group import rank_group_of
-from zckpt.engines.state_dict.flat import OWN, PATHS, RANKS, STATE_DICT, STREAMS, held_span, leaves_of, name_of
+from zckpt.engines.state_dict import OWN, PATHS, RANKS, STATE_DICT, STREAMS, held_span, leaves_of, name_of
 from zckpt.engines.tensors import local_of
 from zckpt.errors import CastError, FormatError, MismatchError
 from zckpt.format.names import CLIENT_RANK_STATE, CLIENT_STATE
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from zckpt.checkpoint.listing.tensors import TensorInfo
     from zckpt.checkpoint.reading.loader import Loader
-    from zckpt.engines.state_dict.flat import Leaf
+    from zckpt.engines.state_dict import Leaf
     from zckpt.geometry import Span
 
 _INDICES = range(1 << 20)

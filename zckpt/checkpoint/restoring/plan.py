@@ -19,7 +19,7 @@ from zckpt.checkpoint.restoring.mismatch import (
     told,
 )
 from zckpt.engines.contract import Selection
-from zckpt.engines.state_dict.flat import STATE_DICT
+from zckpt.engines.state_dict import STATE_DICT
 from zckpt.format.names import CLIENT_STATE
 from zckpt.geometry import same_order
 from zckpt.plan.inventory import MASTER, WEIGHT_PARTS

@@ -25,13 +25,11 @@ if TYPE_CHECKING:
     from zckpt.checkpoint.writing.prepare import Preparation
     from zckpt.checkpoint.writing.rank_write import RankWrite
 
-SHOWN_MAX = 5
-"""The largest number of values that a warning names."""
 LEFT_OUT = "these values are left out of the checkpoints of this engine, because they cannot be kept"
 
 
 class Facts(NamedTuple):
-    """The values that a rank tells rank 0 before the ranks plan."""
+    """What a rank tells rank 0 before the ranks plan."""
 
     arguments: Mapping[str, object]
     """The arguments that have to be the same on every rank."""
@@ -42,32 +40,25 @@ class Facts(NamedTuple):
     host: str
     """The boot id of the computer, or its name if it has none."""
     buffers: Mapping[str, bytes]
-    """The digest of each buffer. Only rank 0 tells it, or every rank if the names of the tensors differ between
-    ranks."""
+    """The digest of each buffer. Only rank 0 tells it, or every rank if ``names_differ``."""
     to_join: bytes
-    """What ``packed_for_joining`` has returned, if the names of the tensors differ between ranks. Otherwise it is
-    empty."""
+    """What ``packed_for_joining`` has returned, or nothing unless ``names_differ``."""
     run_id: str
-    """The identity of the run that the engine belongs to on this rank, or an empty text if it has none yet."""
+    """``History.run_id`` of the engine on this rank."""
     sample: Mapping[str, bytes]
     """The digests of what ``EngineAdapter.sample`` has returned. Empty values are left out."""
     replicas: Sequence[tuple[bytes, bytes]]
-    """A pair of digests for each set of replicas to which tensors of the rank belong: that of the layout of these
-    tensors, and that of their values."""
+    """The digests of the layout and of the values of each set of replicas to which tensors of the rank belong."""
     earlier: str
-    """The path of the checkpoint whose unchanged data files are shared, or an empty text if there is none. Only rank 0
-    tells it."""
+    """What ``earlier_checkpoint`` has returned. Only rank 0 tells it."""
 
 
 class Agreed(NamedTuple):
     """What rank 0 tells all ranks before they plan."""
 
     save_id: str
-    """The save id of the write."""
     earlier: str
-    """As ``Facts.earlier`` of rank 0."""
     run_id: str
-    """The identity of the run that the checkpoint belongs to."""
     client_states_differ: bool
     """Whether a rank has another client_state than rank 0."""
     scalars_differ: bool
@@ -93,32 +84,27 @@ class ForRank(NamedTuple):
 
 
 class Planned(NamedTuple):
-    """The values that a rank tells rank 0 once it has planned its files."""
+    """What a rank tells rank 0 once it has planned its files."""
 
     rank_record: bytes
     scalars: Mapping[str, str]
-    """The values that the optimizer keeps once for all ranks, by their path. It is empty unless the ranks differ in
-    them."""
+    """``Collected.scalars``, or nothing unless ``Agreed.scalars_differ``."""
     data_bytes: int
-    """The size of the rank's data files in bytes."""
     table_bytes: int
-    """The size of the rank's digest table in bytes."""
     shared_bytes: int
     """How many bytes of the rank's files may be shared with existing files, and need no space then."""
     replaced: Mapping[str, str]
     left_out: Mapping[str, str]
     """What of the trees of the rank is not kept as it is, as in ``Changes``."""
     replicas: Mapping[bytes, Mapping[str, bytes]]
-    """For each set of replicas that is not the same on all ranks that hold it: the digests of its fragments by key. The
-    key of the set is the digest of its layout."""
+    """For each set of replicas that differs, by the digest of its layout: its fragments' digests by key."""
 
 
 class Assigned(NamedTuple):
     """What rank 0 tells one rank before it writes."""
 
     to_check: Sequence[tuple[str, int]]
-    """The data files and the digest table of another rank, which this rank checks before the commit: their paths and
-    their lengths in bytes."""
+    """The files of another rank, which this rank checks before the commit: their paths and lengths in bytes."""
     described: tuple[bytes, bytes] = (b"", b"")
     """The manifest without digests, and the index. Only the leaders of machines get this and ``data_bytes``."""
     data_bytes: int = 0
@@ -169,8 +155,7 @@ def describe(
     prepared: Preparation, hosts: Sequence[str], machines: Machines, write: RankWrite, plans_of_ranks: Sequence[Any]
 ) -> tuple[None, dict[int, Assigned]]:
     """Makes and checks the manifest and the index. Returns what each rank gets. ``prepared`` and ``write``: those of
-    rank 0. Raises StateError if the optimizers of the ranks differ in a value that is kept once, or replicas in their
-    values."""
+    rank 0. Raises StateError if ranks differ in a value that the optimizer keeps once, or replicas in theirs."""
     options, plans = prepared.options, [Planned(b"", *values[1:]) for values in plans_of_ranks]
     if any(of_rank.scalars for of_rank in plans):
         error = _differing([of_rank.scalars for of_rank in plans])
@@ -241,12 +226,12 @@ def tell(engine: object, message: str, changes: Mapping[str, str]) -> None:
             new.setdefault(place, said)
     told.update(new)
     if new:
-        warn(f"{message}: {first_few([*new.values()], SHOWN_MAX)}")
+        warn(f"{message}: {first_few([*new.values()], 5)}")
 
 
 def _differing(scalars: Sequence[Mapping[str, str]]) -> StateError:
-    """Returns the error for values that the optimizer should have once for all ranks, and that differ between the
-    ranks. Values that are computed from a rank's own partition of the weights differ so."""
+    """Returns the error for values that the optimizer should have once for all ranks, and that differ, such as those
+    that are computed from a rank's own partition of the weights."""
     first = scalars[0]
     differs, other = next((rank, of_rank) for rank, of_rank in enumerate(scalars) if of_rank != first)
     path = next(path for path in {**first, **other} if first.get(path) != other.get(path))
@@ -257,8 +242,7 @@ def _differing(scalars: Sequence[Mapping[str, str]]) -> StateError:
 
 
 def _differing_replicas(replicas: Sequence[Mapping[bytes, Mapping[str, bytes]]]) -> StateError:
-    """Returns the error for a tensor of which several ranks should hold the same values, and do not. ``replicas``: as
-    in ``Planned``, by rank."""
+    """Returns the error for a tensor whose replicas differ. ``replicas``: as in ``Planned``, by rank."""
     for layout in {layout: None for of_rank in replicas for layout in of_rank}:
         holders = {rank: of_rank[layout] for rank, of_rank in enumerate(replicas) if layout in of_rank}
         for key in next(iter(holders.values())):

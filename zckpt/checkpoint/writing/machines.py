@@ -25,7 +25,6 @@ class Machines:
     all: tuple[Machine, ...]
     """The machines, in the order of their leaders. A rank other than rank 0 knows only its own one."""
     several: bool
-    """Whether there are several machines."""
 
     @classmethod
     def one(cls, size: int) -> Machines:
@@ -43,11 +42,9 @@ class Machines:
         return cls(found, len(found) > 1)
 
     def of(self, rank: int) -> Machine:
-        """Returns the machine of a rank."""
         return next(machine for machine in self.all if rank in machine.ranks)
 
     def leads(self, rank: int) -> bool:
-        """Returns whether this rank is the leader of its machine."""
         return self.of(rank).ranks[0] == rank
 
     @property
@@ -56,8 +53,7 @@ class Machines:
         return [machine.ranks[0] for machine in self.all]
 
     def of_leaders(self, results: Sequence[Any]) -> tuple[Any, dict[int, Any]]:
-        """Returns the result of rank 0, and for each rank of another machine that of its leader. ``results``: those of
-        all ranks."""
+        """Returns the result of rank 0, and for each rank of another machine that of its leader."""
         return results[0], {rank: results[ranks[0]] for _, ranks in self.all[1:] for rank in ranks}
 
     def checked_by(self, hosts: Sequence[str]) -> list[int]:
@@ -80,9 +76,8 @@ class Machines:
 
 
 def find_machines(store: Store, save_id: str, ranks: Ranks) -> Machines:
-    """Finds out which ranks see the same directory. Each rank puts a file with a name of its own into the directory of
-    the checkpoint, looks which of the others it sees, and removes its file. This is collective. Raises StorageError and
-    RankError."""
+    """Finds out which ranks see the same directory. Each rank puts a file of its own into the directory of the
+    checkpoint, looks which others it sees, and removes its file. Collective. Raises StorageError and RankError."""
     found: list[Machines] = []
 
     def mark(rank: int) -> str:

@@ -92,8 +92,8 @@ class EarlierOptions(EarlierCopyOptions, total=False):
 
 
 def only_earlier(function: Callable[..., Any], others: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns ``others``, the arguments that the signature of ``function`` does not name. Raises TypeError if one of
-    them is not among ``EarlierOptions``."""
+    """Returns ``others``, which the signature of ``function`` does not name. Raises TypeError if one of them is not
+    among ``EarlierOptions``."""
     known = [name for name in inspect.signature(function).parameters if name != "earlier"]
     refuse_unknown(f"zckpt.{function.__name__}", others.keys() - EarlierOptions.__annotations__.keys(), known)
     return others
@@ -136,7 +136,7 @@ class WriteOptions:
 
     def checked(self) -> WriteOptions:
         """Returns the options in the form that a write uses: names in collections, a budget, and nothing in
-        ``earlier``. Raises ValueError and TypeError for values that are not allowed. This is called in a step of all
+        ``earlier``. Raises ValueError and TypeError for values that are not allowed. It is called in a step of all
         ranks, so that no rank waits for one that refuses its options."""
         if self.step is not None and (type(self.step) is not int or self.step < 0):
             raise ValueError(f"step must be a whole number of 0 or more, got {self.step!r}")
@@ -164,8 +164,7 @@ class WriteOptions:
 
     @property
     def in_background(self) -> Background | None:
-        """The options of a write in the background, or None if the write is not one. Raises TypeError and
-        ValueError."""
+        """The options of a write in the background, or None for any other. Raises TypeError and ValueError."""
         background = self.background
         if not isinstance(background, bool | Background):
             raise TypeError(f"background must be True, False or a zckpt.Background, got {background!r}")

@@ -1,12 +1,11 @@
-"""Replaces values that the format has no type for, such as numpy scalars, configurations and enums, by plain ones, and
-leaves out values that cannot be kept."""
+"""Replaces values that the format has no type for, such as numpy scalars, configurations and enums, by plain ones."""
 
 from __future__ import annotations
 
 import dataclasses
 import sys
 from argparse import Namespace
-from collections import Counter, OrderedDict, deque
+from collections import deque
 from collections.abc import Mapping
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
@@ -19,7 +18,6 @@ from uuid import UUID
 import numpy as np
 import torch
 
-from zckpt.errors import StateError
 from zckpt.format import tree
 
 if TYPE_CHECKING:
@@ -38,13 +36,10 @@ _BASES: dict[type, Callable[[Any], object]] = {
     deque: list,
 }
 """For types whose subclasses are replaced: the function that returns the plain value of an object of a subclass."""
-ROOT_DEPTH = 1
-"""The depth of the values in a tree that are never left out as a whole, such as the client_state."""
 
 
 def number(value: object) -> tree.Plain | None:
-    """Returns the value of Python that equals a numpy scalar. Returns None for all other values, and for a scalar that
-    no value of Python equals, such as a long double."""
+    """Returns the value of Python that equals a numpy scalar, or None if there is none, as for a long double."""
     item = value.item() if isinstance(value, np.generic) else None
     return tree.Plain(item) if type(item) in (bool, int, float, str, bytes) else None
 
@@ -105,8 +100,7 @@ def _has_text(key: object) -> bool:
 
 
 def _sorted(values: set[object] | frozenset[object]) -> list[object]:
-    """Returns the values in an order that is the same in every process. Python iterates over a set of strings in
-    another order in each process."""
+    """Returns the values in the same order in every process, which a set of strings does not have."""
     try:
         return sorted(values)  # type: ignore[type-var]
     except TypeError:
@@ -120,68 +114,3 @@ def is_told(kept: object, value: object) -> bool:
         return not isinstance(value, _USUAL) and not bool(kept == value)
     except Exception:  # The comparison is that of the value's class, which may raise anything.
         return True
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Sieve:
-    """Removes from a tree what cannot be kept. Each such value goes with the map entry that it is in, so a list stays
-    whole or goes as a whole."""
-
-    pack: Callable[[object, str], object]
-    """Packs the value that is at a path. Raises StateError if it cannot be kept."""
-    replacement: Callable[[str, object], tree.Plain | None]
-    """Returns the plain value that takes the place of the value at a path, or None if there is none."""
-    put_key: Callable[[str, object], str | int | None]
-    """Returns the plain key that takes the place of a key of the map at a path, or None if there is none."""
-    mark: Callable[[str, str], object | None]
-    """Returns what a map has in the place of an entry that goes, or None if it has nothing. The arguments are the path
-    of the entry and the reason."""
-    inside: set[int] = dataclasses.field(default_factory=set)
-    """The ``id`` of every dict and list that ``sifted`` has entered and not left yet. By these it notices a value that
-    contains itself."""
-    left_out: dict[str, str] = dataclasses.field(default_factory=dict)
-    """The entries that went: the path of each, and in words the path and the reason."""
-
-    def sifted(self, value: Any, path: str, depth: int = 0) -> Any:
-        """Returns the value at ``path`` without what cannot be kept. ``depth``: its level in the tree. Raises
-        StateError if nothing of it can be kept."""
-        try:
-            self.pack(value, path)
-            return value
-        except StateError as error:
-            # The parts of a value that is too deep or too large are not tried one by one.
-            if id(value) in self.inside or (error.rule is not None and depth > ROOT_DEPTH):
-                raise
-            self.inside.add(id(value))
-            try:
-                return self._sifted_parts(value, path, depth, error)
-            finally:
-                self.inside.discard(id(value))
-
-    def _sifted_parts(self, value: Any, path: str, depth: int, error: StateError) -> Any:
-        """Does the work of ``sifted`` for a value that cannot be kept whole, because of ``error``."""
-        simpler = self.replacement(path, value)
-        if simpler is not None:
-            return self.sifted(simpler.value, path, depth)
-        if type(value) in (list, tuple):
-            entries = Sieve(self.pack, self.replacement, self.put_key, self.mark, self.inside)
-            items = type(value)([entries.sifted(item, f"{path}[{i}]", depth + 1) for i, item in enumerate(value)])
-            self.left_out.update(entries.left_out)  # If the whole list goes, only the list itself counts.
-            return items
-        if type(value) not in (dict, OrderedDict, Counter):
-            raise error
-        kept, packed_keys = type(value)(), set[str | int]()
-        for key, item in value.items():
-            entry = tree.below(path, key)
-            try:
-                packed_key = tree.kept_key(key, path, self.put_key, packed_keys, value)
-                self.pack(packed_key, path)
-                kept[key] = self.sifted(item, entry, depth + 1)
-                packed_keys.add(packed_key)
-            except StateError as error:
-                self.left_out[entry] = error.message if error.key == entry else f"{entry}, since {error.message}"
-                mark = self.mark(entry, error.message)
-                if mark is not None and tree.is_key(key):
-                    kept[key] = mark
-                    packed_keys.add(key)
-        return kept

@@ -14,11 +14,19 @@ import numpy as np
 import torch
 
 from zckpt.checkpoint.listing.runs import latest_name, refuse_place
-from zckpt.checkpoint.writing.collect import Changes, add_rank_tree, collect, fingerprint, kept_client_state, pack_tree
+from zckpt.checkpoint.writing.collect import (
+    Changes,
+    add_rank_tree,
+    collect,
+    fingerprint,
+    joined,
+    kept_client_state,
+    pack_tree,
+    packed_for_joining,
+)
 from zckpt.checkpoint.writing.decide import Facts, Planned
-from zckpt.checkpoint.writing.joining import joined, packed_for_joining
 from zckpt.checkpoint.writing.rank_write import RankWrite
-from zckpt.checkpoint.writing.reuse import LATEST, earlier_checkpoint, reused
+from zckpt.checkpoint.writing.reuse import LATEST, SameFile, earlier_checkpoint, reused
 from zckpt.engines import readable
 from zckpt.engines.away import away
 from zckpt.engines.history import claim, history_of
@@ -47,7 +55,6 @@ if TYPE_CHECKING:
     from zckpt.checkpoint.writing.decide import Agreed, ForRank
     from zckpt.checkpoint.writing.machines import Machines
     from zckpt.checkpoint.writing.options import WriteOptions
-    from zckpt.checkpoint.writing.reuse import SameFile
     from zckpt.engines.contract import StateAdapter
     from zckpt.plan.data_files import DataFilePlan
     from zckpt.plan.inventory import Fragment
@@ -85,8 +92,7 @@ class Preparation:
 
 @without_collector
 def prepare(engine: object, path: StrPath | None, options: WriteOptions, *, first: bool) -> Preparation:
-    """Collects all state that this rank has to write, and the values that the ranks have to agree about. ``first``:
-    whether this is rank 0."""
+    """Collects what this rank has to write, and what the ranks compare. ``first``: whether this is rank 0."""
     options, adapter = options.checked(), readable(engine)
     history = history_of(engine)
     offloaded = away(engine)
@@ -145,15 +151,6 @@ def _client_digest(options: WriteOptions, *, first: bool) -> bytes | None:
         return b""
 
 
-class RankPlan(NamedTuple):
-    """What one rank writes."""
-
-    write: RankWrite
-    """What carries out the plan, without what only ``begin`` knows."""
-    together: Sequence[int]
-    """The ranks that write to the same files, among them this one."""
-
-
 class _Alone(NamedTuple):
     """What a rank would write if it did not share files with other ranks."""
 
@@ -167,9 +164,10 @@ class _Alone(NamedTuple):
 @without_collector
 def plan(
     prepared: Preparation, agreed: Agreed, own: ForRank, machines: Machines, ranks: Ranks
-) -> tuple[RankPlan, Planned]:
+) -> tuple[RankWrite, Sequence[int], Planned]:
     """Plans the files of this rank. It is called in a step of ``ranks``, and has a step of its own, of those ranks that
-    write to the same files. Returns the plan, and what the rank tells rank 0 about it, which is not kept."""
+    write to the same files. Returns the write, without what only ``begin`` knows, these ranks, and what this rank tells
+    rank 0 about the plan."""
     rank, machine = ranks.rank, machines.of(ranks.rank).ranks
     # Only ranks of one host share files, because they also share the host's page cache. Two hosts that write to one
     # file would wait for each other's locks, or lose bytes, on many file systems.
@@ -194,8 +192,14 @@ def plan(
     with ranks.interruptible():
         to_share = [Range(*fields) for fields in ranges or ()]
         own_plans, ranges_of_files = own_files(alone.data_files, to_share, together[0], block_bytes=BLOCK_BYTES)
-        own_plans, same = _reused(prepared, rank, own_plans, agreed.earlier)
-        options = prepared.options
+        options, same = prepared.options, dict[str, SameFile]()
+        try:
+            if agreed.earlier:
+                budget = budget_or_default(options.budget)
+                own_plans, same = reused(own_plans, rank, agreed.earlier, budget, BLOCK_BYTES)
+        except ZckptError:
+            if options.reuse != LATEST:  # The caller has asked for this very checkpoint.
+                raise
         background = options.in_background
         if background is not None and background.snapshot_bytes is None:
             share_bytes = available_bytes() // 2 // own.ranks_of_host
@@ -213,7 +217,7 @@ def plan(
             sum(data_file.nbytes for data_file in write.data_files), DIGEST_BYTES * (own_blocks + common_blocks),
             write.shared_bytes(), alone.changes.replaced, alone.changes.left_out, alone.replicas,
         )  # fmt: skip
-        return RankPlan(write, together), told
+        return write, together, told
 
 
 def _alone(prepared: Preparation, agreed: Agreed, own: ForRank, ranks: Ranks) -> _Alone:
@@ -274,18 +278,6 @@ def _packed_root(
     if collected.left_out:
         root[names.LEFT_OUT] = collected.left_out
     return pack_tree(root, "", fragments, 0, changes, leave_out=options.leave_out), aliases
-
-
-def _reused(
-    prepared: Preparation, rank: int, data_files: tuple[DataFilePlan, ...], earlier: str
-) -> tuple[tuple[DataFilePlan, ...], Mapping[str, SameFile]]:
-    try:
-        if earlier:
-            return reused(data_files, rank, earlier, budget_or_default(prepared.options.budget), BLOCK_BYTES)
-    except ZckptError:
-        if prepared.options.reuse != LATEST:  # The caller has asked for this very checkpoint.
-            raise
-    return data_files, {}
 
 
 def claimed(prepared: Preparation) -> Store | None:

@@ -1,5 +1,4 @@
-"""One rank's part in the write of a checkpoint. Each rank writes its own files. Rank 0 also takes the lock, writes the
-index and the manifest, and commits."""
+"""One rank's part in the write of a checkpoint."""
 
 from __future__ import annotations
 
@@ -16,14 +15,7 @@ from zckpt.checkpoint.listing.runs import latest_name, manifest_bytes, names_in
 from zckpt.checkpoint.writing.collect import tensors_of
 from zckpt.checkpoint.writing.removal import clear_for_write, remove
 from zckpt.checkpoint.writing.reuse import SameFile, read_back
-from zckpt.errors import (
-    CheckpointExistsError,
-    FormatError,
-    MissingFileError,
-    RankError,
-    StorageError,
-    first_few,
-)
+from zckpt.errors import CheckpointExistsError, FormatError, MissingFileError, RankError, StorageError, first_few
 from zckpt.format import manifest as manifest_format
 from zckpt.format import names
 from zckpt.format.digest import DIGEST_BYTES, digest
@@ -57,8 +49,7 @@ if TYPE_CHECKING:
 
 
 LATE_SECONDS = 5.0
-"""For how many seconds a rank looks for the lock of rank 0. The client of a network file system may remember for a
-while that a file does not exist."""
+"""For how many seconds a rank looks for the lock of rank 0, because clients of network file systems see it late."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -67,10 +58,8 @@ class RankWrite:
     ranks call ``check_files`` for each other's files, and rank 0 commits in three steps: ``prepare_commit``,
     ``commit_prepared`` and ``finish``. Each step begins after all ranks have done the step before. A copy and a
     conversion call ``make_manifest`` first, and in the end ``commit``, which checks all files and does the three steps.
-    After the commit, the lock is released. After a failure on any rank, every rank calls ``remove``.
-
-    If each machine writes to a disk of its own, the leader of every machine does all that rank 0 does. So the machines
-    commit together."""
+    After the commit, the lock is released. After a failure on any rank, every rank calls ``remove``. If each machine
+    writes to a disk of its own, the leader of every machine does all that rank 0 does, so they commit together."""
 
     store: Store
     """The directory of the checkpoint."""
@@ -87,25 +76,22 @@ class RankWrite:
     source: CopySource | None = None
     """The checkpoint that is copied. None means that the state of an engine is written."""
     with_table: bool = True
-    """Whether ``write_data_files`` also writes the digest table of the rank. If several processes copy files of one
-    rank, only one of them writes it."""
+    """Whether ``write_data_files`` also writes the digest table, as one of the processes that copy a rank's files."""
     same: Mapping[str, SameFile] = field(default_factory=dict)
     """The files of this rank that another checkpoint has already, by their path. The store is asked to share them. If
     it cannot, they are written."""
     machine: Collection[int] | None = None
-    """The ranks whose files are in this directory, if each machine writes to a disk of its own. None means all
-    ranks."""
+    """The ranks whose files are in this directory, if each machine writes to a disk of its own. None means all."""
     common_files: Sequence[CommonFile] = ()
     """The files that several ranks write, and that this rank makes before they do."""
     writers: Ranks | None = None
     """The ranks that write to the same files, among them this one. None if this rank has its files to itself."""
     goes_on: bool = False
-    """Whether an earlier try of the same copy may have left files, with which this one goes on."""
+    """Whether this goes on with files that an earlier try of the same copy may have left."""
     leaves_files: bool = False
     """Whether the files of the copy stay after a failure, so that another try can go on with them."""
     described: tuple[bytes, bytes] = (b"", b"")
-    """The manifest without digests, and the index, on the leader: those that are given, or those that ``make_manifest``
-    makes."""
+    """On the leader, the manifest without digests, and the index. They are given, or ``make_manifest`` makes them."""
     data_bytes: int = 0
     """How many bytes the ranks write to this directory, beside what ``described`` has, on the leader."""
     lock: WriteLock | None = field(default=None, init=False)
@@ -120,12 +106,11 @@ class RankWrite:
     _in_doubt: bool = field(default=False, init=False)
     """Whether another leader may have committed, so that what this one has prepared must stay."""
     _over: Condition = field(default=None, init=False)
-    """What the commit replaces: the manifest that was there when the write began, or nothing. It is ``ANYTHING`` if the
-    file is too long for a manifest."""
+    """What the commit replaces: the manifest that was there before, None, or ``ANYTHING`` if it is too long for one."""
 
     def shared_bytes(self) -> int:
-        """Returns how many bytes of this rank's files the store may share with existing files, which are those of an
-        earlier checkpoint, or swap files."""
+        """Returns how many bytes of this rank's files the store may share with those of an earlier checkpoint, or with
+        swap files."""
 
         def source(data_file: DataFilePlan) -> Location | None:
             if data_file.id.path in self.same:
@@ -203,8 +188,7 @@ class RankWrite:
         return digest(table)
 
     def _write_together(self, ranks: Ranks, snapshot: Snapshot) -> bytes:
-        """Does what ``_write_data`` does, if some of the data are in files that the first of ``ranks`` makes. Returns
-        the digest table of this rank."""
+        """Does what ``_write_data`` does, if some of the data are in files that the first of ``ranks`` makes."""
         own = b""
 
         def make() -> None:
@@ -254,8 +238,7 @@ class RankWrite:
             return run_writes(store, plan, budget, staging, snapshot, advance, self.source, shared, snapshot_bytes)
 
     def commit(self, digests: Sequence[bytes]) -> None:
-        """Commits the checkpoint. The caller calls it when the files of every rank are durable. ``digests`` has the
-        digest of each rank's digest table."""
+        """Commits the checkpoint, when the files of every rank are durable. ``digests``: those of the digest tables."""
         self.put_in_place(*self.with_digests(digests))
 
     def with_digests(self, digests: Sequence[bytes]) -> tuple[bytes, bytes]:
@@ -264,16 +247,15 @@ class RankWrite:
         return catalog.with_digests(manifest, digests), index
 
     def check_files(self, files: Mapping[str, range]) -> None:
-        """Checks that this rank sees files with the lengths in bytes that they may have, by their paths. The caller
-        calls it when the files are durable. Raises FormatError (F001) and RankError."""
+        """Checks that this rank sees durable files with the lengths in bytes that they may have, by their paths. Raises
+        FormatError (F001) and RankError."""
         for (path, may_have), size in zip(files.items(), self.store.sizes([*files]), strict=True):
             if size not in may_have:
                 message = f"{may_have.start} bytes were written, rank {self.rank} sees {size}"
                 raise RankError(message, file=path, rank=self.rank)
 
     def put_in_place(self, manifest: bytes, index: bytes) -> None:
-        """Checks the files of all ranks, and does the three steps of a commit one after the other, for a write with one
-        leader."""
+        """Checks the files of all ranks, and does the three steps of a commit, for a write with one leader."""
         files = lengths(manifest_format.decode(manifest))
         del files[names.index_path(self.save_id)]  # It is written in the first step.
         self.check_files(files)
@@ -287,8 +269,7 @@ class RankWrite:
 
     def prepare_commit(self, manifest: bytes, index: bytes) -> None:
         """The first step of a commit, on a leader: writes the index, and prepares the manifest and the file ``latest``,
-        so that a full disk is noticed before the commit. The caller calls it when the files of every rank are durable
-        and checked."""
+        so that a full disk is noticed before the commit. The files of every rank are durable and checked."""
         assert self.lock is not None, "the write has begun"
         store, digits = self.store, names.prepared_digits(self.lock.save_id)
         store.put_new(names.index_path(self.save_id), index)
@@ -338,8 +319,7 @@ class RankWrite:
             self._prepared.pop().discard()
 
     def remove(self) -> None:
-        """Removes what this write has made, unless the checkpoint is committed. It is called after a failure, and may
-        be called several times."""
+        """Removes what this write has made, unless the checkpoint is committed. It may be called several times."""
         if self.lock is not None:
             lock, self.lock = self.lock, None
             try:

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 def recoverable(checkpoint: Store) -> list[str]:
-    """Returns the names of the data directories from which ``zckpt.repair`` could make a checkpoint. These are the ones
-    that have all files of a save, if there is no manifest. ``leftovers`` returns them too."""
+    """Returns the names of the data directories from which ``zckpt.repair`` could make a checkpoint: if there is no
+    manifest, those that have all files of a save. ``leftovers`` returns them too."""
     try:
         directories = directories_of(checkpoint) if checkpoint.entry(names.MANIFEST) is None else []
     except StorageError:
@@ -59,9 +59,8 @@ def clear_for_write(checkpoint: Store, *, overwrite: bool, dead: Collection[str]
 
 
 def prepared_manifests(checkpoint: Store) -> list[str]:
-    """Returns the names of the temporary manifests of writers that died, or that were taken for dead. After these files
-    are removed, none of these writers can commit any more, so no manifest will name the files that ``leftovers`` finds
-    then."""
+    """Returns the names of the temporary manifests of writers that died, or that were taken for dead. Once these files
+    are removed, none of these writers can commit any more, so no manifest will name what ``leftovers`` finds then."""
     temporaries = [name for name in entries_of(checkpoint) if names.is_temporary(name, names.MANIFEST)]
     return [name for name in temporaries if is_file(checkpoint, name)]
 

@@ -31,8 +31,7 @@ class Saves:
         another call loads what belongs to the optimizer."""
         self._full_every = full_every
         self._numbers: dict[str, int] = {}
-        """The number of the last save to each directory. A full save has the number 0. The next save is full if there
-        is none."""
+        """The number of the last save to each directory, 0 for a full one. The next save is full if there is none."""
         self._next_is_full = False
         self._last: tuple[str, int] | None = None
         """The path and the step of the last save."""
@@ -47,8 +46,8 @@ class Saves:
         self._numbers.clear()
 
     def begin(self, directory: StrPath, path: str, step: int) -> int:
-        """Returns the number of the save that begins. If this save fails, ``end`` is not called, and then the next save
-        is a full one. ``directory``: the directory of the run. ``path``: that of the checkpoint."""
+        """Returns the number of the save that begins. If it fails, ``end`` is not called, and then the next save is a
+        full one. ``directory``: that of the run. ``path``: that of the checkpoint."""
         number = self._numbers.pop(_series(directory), None)
         if self._next_is_full:
             self._next_is_full = False

@@ -20,7 +20,7 @@ import torch
 
 from zckpt.checkpoint.listing.other_formats import FSDP_MODELS
 from zckpt.checkpoint.reading.state_dict import is_path
-from zckpt.engines.state_dict.flat import leaves_of
+from zckpt.engines.state_dict import leaves_of
 from zckpt.engines.tensors import dtype_name
 from zckpt.errors import FormatError, MissingFileError, UnsupportedError, printable
 from zckpt.format.limits import NDIM_MAX
@@ -33,7 +33,7 @@ from zckpt.tools.converting.state_dicts import Leaves, Shard, StoredTensor, sour
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from zckpt.engines.state_dict.flat import Path
+    from zckpt.engines.state_dict import Path
 
 METADATA = ".metadata"
 _FILE = re.compile(r"__(\d{1,9})_\d+\.distcp", re.ASCII)

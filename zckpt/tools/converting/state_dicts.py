@@ -18,7 +18,7 @@ from zckpt.adapters import optimizer
 from zckpt.adapters.flats import FlatBuffer, ParameterRange, moments
 from zckpt.adapters.trees import COUNTERS
 from zckpt.checkpoint.writing.collect import fingerprint
-from zckpt.engines.state_dict.flat import OWN, PATHS, RANKS, STATE_DICT, STREAMS, Path, packed_paths
+from zckpt.engines.state_dict import OWN, PATHS, RANKS, STATE_DICT, STREAMS, Path, packed_paths
 from zckpt.engines.tensors import dtype_name
 from zckpt.errors import FormatError, UnsupportedError, first_few
 from zckpt.geometry import all_of

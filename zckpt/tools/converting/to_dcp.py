@@ -31,7 +31,7 @@ from zckpt.adapters.trees import subtree
 from zckpt.checkpoint.listing.tensors import TensorInfo
 from zckpt.checkpoint.reading.state_dict import PlainValues, paths_of, tensors_by_name
 from zckpt.engines.contract import without_left_out
-from zckpt.engines.state_dict.flat import leaves_of
+from zckpt.engines.state_dict import leaves_of
 from zckpt.errors import UnsupportedError, first_few
 from zckpt.format import names
 from zckpt.geometry import span_of
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from zckpt.checkpoint.reading.loader import Loader
-    from zckpt.engines.state_dict.flat import Path
+    from zckpt.engines.state_dict import Path
     from zckpt.progress import Progress
     from zckpt.ranks.collectives import Ranks
     from zckpt.transfer.budget import Budget

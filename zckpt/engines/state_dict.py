@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from zckpt.engines.contract import StateAdapter
 from zckpt.engines.shards import is_sharded, replica_set, span_of
 from zckpt.engines.tensors import dtype_name, local_of
 from zckpt.errors import StateError, UnsupportedError, printable
 from zckpt.format.names import Tier
 from zckpt.geometry import all_of
-from zckpt.plan.inventory import BUFFER, PARAM, Fragment
+from zckpt.plan.inventory import BUFFER, PARAM, Fragment, Inventory
 from zckpt.transfer.memory import lies_in_order, not_plain
 from zckpt.transfer.torch_dtypes import DTYPE_NAMES
 
@@ -69,7 +70,6 @@ def leaves_of(state_dict: object) -> dict[str, Leaf]:
 
 
 def name_of(path: Path) -> str:
-    """Returns the name of a leaf."""
     return ".".join(map(str, path))
 
 
@@ -85,8 +85,7 @@ def check_names(names: Iterable[str]) -> None:
 
 
 def packed_paths(paths: Iterable[Path]) -> list[list[Path | list[str | int]]]:
-    """Returns paths as the tree ``STATE_DICT`` has them: for each map or list, its own path and the keys of its leaves.
-    So the tree has no list for each leaf."""
+    """Returns paths as ``STATE_DICT`` has them: for each map or list, its own path and the keys of its leaves."""
     keys: dict[Path, list[str | int]] = {}
     for path in paths:
         keys.setdefault(path[:-1], []).append(path[-1])
@@ -153,8 +152,7 @@ def _tier_of_host() -> Tier:
 
 
 def held_span(tensor: Any) -> Span:
-    """Returns the elements of a tensor that this rank holds, in the order of its local tensor. These are none of a
-    DTensor on a mesh to which this rank does not belong. Raises ValueError as ``span_of`` does."""
+    """Does what ``span_of`` does. Of a DTensor on a mesh to which this rank does not belong, it holds no elements."""
     if is_sharded(tensor) and tensor.device_mesh.get_coordinate() is None:
         return all_of(tensor.shape).narrow(0, 0)
     return span_of(tensor)
@@ -172,14 +170,11 @@ class HeldLeaves:
     fragments: list[Fragment] = field(default_factory=list)
     """The elements of the tensors that this rank holds. Of each tensor there is a fragment, which may have none of its
     elements, or several, whose spans have the same grid."""
-    addresses: list[int] = field(default_factory=list)
-    """The address of each fragment."""
     devices: set[torch.device] = field(default_factory=set)
     """The devices of the tensors, without the CPU."""
     values: dict[str, Any] = field(default_factory=dict)
     """The plain values. The bytes of an ``io.BytesIO`` are in its place."""
     paths: dict[str, Path] = field(default_factory=dict)
-    """The path of each leaf."""
     streams: set[str] = field(default_factory=set)
     """The names of the plain values that are an ``io.BytesIO``."""
 
@@ -202,10 +197,8 @@ class HeldLeaves:
             self.devices.add(data.device)
         self.paths[fragment.name] = path
         self.fragments.append(fragment)
-        self.addresses.append(data.data_ptr())
 
     def add_value(self, name: str, path: Path, value: Any) -> None:
-        """Adds a plain value."""
         self.paths[name] = path
         if isinstance(value, BytesIO):
             if value.closed:
@@ -214,8 +207,7 @@ class HeldLeaves:
         self.values[name] = value.getvalue() if isinstance(value, BytesIO) else value
 
     def with_own(self, per_rank: Collection[str], rank: int) -> HeldLeaves:
-        """Returns the same, with the plain tensors that a name or glob in ``per_rank`` matches as the own tensors of
-        this rank."""
+        """Returns the same, with plain tensors that match ``per_rank``, names or globs, as those of this rank alone."""
         if not per_rank:
             return self
         fragments = [
@@ -228,15 +220,16 @@ class HeldLeaves:
 
     def aliases(self) -> dict[str, str]:
         """Returns, for each name of a tensor that has the same memory as one before it, the name of that one."""
-        times = Counter(self.addresses)
-        if len(times) == len(self.addresses):
+        tensors: list[Any] = [fragment.data for fragment in self.fragments]
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        times = Counter(addresses)
+        if len(times) == len(addresses):
             return {}
-        held = [*zip(self.fragments, self.addresses, strict=True)]
-        names = {fragment.name for fragment, address in held if times[address] > 1 and fragment.part == PARAM}
+        held = [*zip(self.fragments, tensors, addresses, strict=True)]
+        names = {fragment.name for fragment, _, address in held if times[address] > 1 and fragment.part == PARAM}
         places: defaultdict[str, list[object]] = defaultdict(list)
-        for fragment, address in held:
+        for fragment, data, address in held:
             if fragment.name in names and fragment.span.numel:
-                data: Any = fragment.data
                 places[fragment.name].append((fragment.span, address, data.device, data.dtype))
         first: dict[tuple[object, ...], str] = {}
         named = ((name, first.setdefault(tuple(place), name)) for name, place in places.items())
@@ -271,3 +264,41 @@ class FlatState:
     step: int = 0
     group: ProcessGroup | None = None
     """The process group of the ranks that write, or None if these are all ranks of the job."""
+
+
+class StateDictAdapter(StateAdapter):
+    """Reads one state dict on one rank. Its tensors belong to the part ``param``. Those of which each rank has its own
+    belong to the part ``buffer``, which may have several copies of a tensor."""
+
+    engine: FlatState
+    trains = False
+    parts = (PARAM, BUFFER)
+    if_replicas_differ = 'per_rank=["<name>"] keeps what each rank has, such as the statistics of a BatchNorm'
+
+    @staticmethod
+    def process_group(engine: FlatState) -> ProcessGroup | None:
+        return engine.group
+
+    @property
+    def step(self) -> int:
+        return self.engine.step
+
+    def set_step(self, step: int) -> None:
+        self.engine.step = step
+
+    @property
+    def description(self) -> dict[str, str]:
+        return {"framework": f"torch {torch.__version__}", "mode": "a state dict", "optimizer": "none"}
+
+    @property
+    def devices(self) -> Collection[torch.device]:
+        return self.engine.devices
+
+    def refuse_unsupported(self, *, drop_gradients: bool = False, leave_out: bool = False) -> None:
+        pass  # What cannot be written was refused when the FlatState was made.
+
+    def inventory(self, parts: Collection[str] | None) -> Inventory:
+        return Inventory(self.engine.fragments, self.engine.aliases)
+
+    def state(self) -> dict[str, Any]:
+        return {STATE_DICT: self.engine.tree}
