@@ -248,24 +248,17 @@ class Contents(Mapping[str, TensorInfo]):
 
     def _chunks_of(self, parts: Ints, rows: Ints) -> Ints:
         """Returns for each row of a part the number of the chunk that has it."""
-        layout = np.array([part.layout_id for part in self.manifest.parts], np.int64)[parts]
-        chunks = np.zeros(len(rows), np.int64)
-        for layout_id in set(layout.tolist()):
-            of_layout = layout == layout_id
-            first_rows, numbers = self._chunks_by_layout[layout_id]
-            chunks[of_layout] = numbers[np.searchsorted(first_rows, rows[of_layout], side="right") - 1]
-        return chunks
+        layout = np.array([part.layout_id for part in self.manifest.parts], np.int64)
+        first_rows, numbers = self._chunks_in_order
+        return numbers[np.searchsorted(first_rows, layout[parts] * NAMES_MAX + rows, side="right") - 1]
 
     @cached_property
-    def _chunks_by_layout(self) -> dict[int, tuple[Ints, Ints]]:
-        """For each layout: the first rows of its chunks, in ascending order, and the numbers of these chunks."""
-        layout, first_row = (
-            np.array([(c.layout_id, c.first_row) for c in self.manifest.chunks], np.int64).reshape(-1, 2).T
-        )
-        return {
-            layout_id: (first_row[layout == layout_id], np.flatnonzero(layout == layout_id))
-            for layout_id in set(layout.tolist())
-        }
+    def _chunks_in_order(self) -> tuple[Ints, Ints]:
+        """The first rows of all chunks, in ascending order, and the numbers of these chunks. The rows of a layout count
+        from ``NAMES_MAX`` times its id on, so that those of all layouts are in one order."""
+        first_row = np.array([c.layout_id * NAMES_MAX + c.first_row for c in self.manifest.chunks], np.int64)
+        numbers = np.argsort(first_row)
+        return first_row[numbers], numbers
 
     def chunk(self, number: int) -> Rows:
         """Returns one chunk of the index. It is read and checked when it is first asked for, and read again if many
