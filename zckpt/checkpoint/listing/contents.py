@@ -20,7 +20,7 @@ from zckpt.format import index as index_format
 from zckpt.format import names, tree
 from zckpt.format.digest import DIGEST_BYTES, ReadFile, blocks, check_block, digest
 from zckpt.format.dtypes import DTYPES
-from zckpt.format.limits import DIGEST_TABLE_BYTES_MAX, NAMES_MAX, TREE_BYTES_MAX
+from zckpt.format.limits import DIGEST_TABLE_BYTES_MAX, NAMES_MAX, TREE_BYTES_MAX, WORLD_SIZE_MAX
 from zckpt.format.names import Tier
 from zckpt.format.rules import broken
 from zckpt.geometry import ragged
@@ -457,37 +457,28 @@ class Contents(Mapping[str, TensorInfo]):
         infos: Iterable[TensorInfo],
         unmeasured_bytes: int = 0,
         bounds: NDArray[np.int64] | None = None,
+        copies: CopyNumbers | None = None,
     ) -> Ints:
-        """Checks the data files that have pieces of ``infos``. Raises FormatError (F001 to F003) unless they exist and
-        are as long as the manifest says, and (I007) if these pieces together have more bytes than the data of a file.
-        Returns for each tensor the byte of its first file at which it begins.
+        """Checks the data files that have pieces of one copy of each of ``infos``. Raises FormatError (F001 to F003)
+        unless they exist and are as long as the manifest says, and (I007) if these pieces together have more bytes than
+        the data of a file. Returns for each tensor the byte of its first file at which it begins.
 
         A caller that reads these tensors may have ``unmeasured_bytes`` in memory before the lengths of the files are
         known. If the tensors have no more bytes, and a request to the store takes long, then the lengths are left to
         ``checks_beside``, which the caller calls while it reads. If the caller reads only parts of the tensors,
         ``bounds`` has a row for each of ``infos``, with the first element that is read and the one after the last. Then
-        only the lengths of the files with these elements, and with those between them, are checked."""
-        tensors = self.tensors(infos)
+        only the lengths of the files with these elements, and with those between them, are checked. ``copies``: as for
+        ``stored``. None means that any copies will do."""
+        given = self.tensors(infos)
+        asked = np.full(len(given), -1) if copies is None else _numbers_of(copies)
         # A tensor may be given under several keys.
-        place = tensors.part_id * NAMES_MAX + tensors.row
-        _, first, number = np.unique(place, return_index=True, return_inverse=True)
-        distinct = tensors.take(first)
-        read = None if bounds is None else bounds[first]
-        if bounds is not None and read is not None:
-            np.minimum.at(read[:, 0], number, bounds[:, 0])
-            np.maximum.at(read[:, 1], number, bounds[:, 1])
-        return self.check_copies(distinct, np.full(len(distinct), -1), unmeasured_bytes, read)[number]
-
-    def check_copies(
-        self,
-        infos: Sequence[TensorInfo],
-        copies: CopyNumbers,
-        unmeasured_bytes: int = 0,
-        bounds: NDArray[np.int64] | None = None,
-    ) -> Ints:
-        """Does what ``check_sizes`` does for one copy of each of ``infos``, none of which may be given twice. The rows
-        of ``bounds`` are those of ``infos``."""
-        tensors = self.tensors(infos)
+        place = (given.part_id * NAMES_MAX + given.row) * (WORLD_SIZE_MAX + 1) + asked
+        _, first_of, number = np.unique(place, return_index=True, return_inverse=True)
+        tensors, asked = given.take(first_of), asked[first_of]
+        read_bounds = None if bounds is None else bounds[first_of]
+        if bounds is not None and read_bounds is not None:
+            np.minimum.at(read_bounds[:, 0], number, bounds[:, 0])
+            np.maximum.at(read_bounds[:, 1], number, bounds[:, 1])
         begins = np.zeros(len(tensors), np.int64)
         first: dict[int, str] = {}
         """For each data file, the key of the first tensor in it. An error about the file names this key."""
@@ -495,13 +486,13 @@ class Contents(Mapping[str, TensorInfo]):
         item_bytes = tensors.item_bytes
 
         def claims() -> Iterator[tuple[Ints, Ints]]:
-            for group, stored in self._stored_together(tensors, _numbers_of(copies)):
+            for group, stored in self._stored_together(tensors, asked):
                 item = item_bytes[group]
                 at = np.searchsorted(stored.tensor, np.arange(len(item)))
                 begins[group] = data_start[stored.file[at]] + stored.offset[at]
                 read = stored
-                if bounds is not None:
-                    start, stop = bounds[group][stored.tensor].T
+                if read_bounds is not None:
+                    start, stop = read_bounds[group][stored.tensor].T
                     read = stored.take((stored.start < stop) & (stored.stop > start))
                 numbers, at = np.unique(read.file, return_index=True)
                 for number, request in zip(numbers.tolist(), read.tensor[at].tolist(), strict=True):
@@ -511,7 +502,7 @@ class Contents(Mapping[str, TensorInfo]):
         index_format.check_claims(self.manifest, claims())
         if not self.is_remote or sum(tensors.nbytes.tolist()) > unmeasured_bytes:
             self.check_lengths(first)
-        return begins
+        return begins[number]
 
     @property
     def is_remote(self) -> bool:

@@ -312,24 +312,16 @@ class Checkpoint(Mapping[str, TensorInfo]):
         requests: dict[tuple[str, int, int], ReadRequest] = {}
         infos = loader.contents.select(keys)
         with loader.advised():
-            pieces_of_rank = {
-                key: [piece for piece in loader.contents.pieces(info) if piece.rank == rank]
-                for key, info in infos.items()
-            }
-            copies = {(info.key, piece.copy): info for key, info in infos.items() for piece in pieces_of_rank[key]}
+            each = [(key, piece) for key in infos for piece in loader.contents.pieces(infos[key]) if piece.rank == rank]
+            tensors = loader.contents.tensors(infos[key] for key, _ in each)
             if device.type != "meta":
-                loader.contents.check_copies(list(copies.values()), [copy for _, copy in copies], loader.budget.nbytes)
-            each = [(key, info, piece) for key, info in infos.items() for piece in pieces_of_rank[key]]
-            shapes = [(piece.span.numel,) for _, _, piece in each]
-            targets = empty_tensors(
-                loader.contents.tensors(info for _, info, _ in each),
-                shapes,
-                device,
-                [None] * len(each),
-                [piece.offset for *_, piece in each],
-            )
-            for (key, info, piece), target in zip(each, targets, strict=True):
-                requests[key, piece.span.start, piece.span.stop] = ReadRequest(info, piece.span, target, piece.copy)
+                copies = [piece.copy for _, piece in each]
+                loader.contents.check_sizes(tensors, loader.budget.nbytes, copies=copies)
+            shapes, offsets = [(piece.span.numel,) for _, piece in each], [piece.offset for _, piece in each]
+            targets = empty_tensors(tensors, shapes, device, [None] * len(each), offsets)
+            for (key, piece), target in zip(each, targets, strict=True):
+                place = key, piece.span.start, piece.span.stop
+                requests[place] = ReadRequest(infos[key], piece.span, target, piece.copy)
             loader.read(list(requests.values()), verify=verify)
         return {place: request.target for place, request in requests.items()}
 
