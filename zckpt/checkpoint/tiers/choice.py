@@ -6,21 +6,22 @@ from collections.abc import Iterable
 from contextlib import closing, suppress
 from typing import TYPE_CHECKING, NamedTuple
 
+from zckpt.checkpoint.listing.contents import Contents
+from zckpt.checkpoint.listing.files import files_in, lengths
 from zckpt.checkpoint.listing.find import find, manifest_of, on_machines, open_contents
 from zckpt.checkpoint.listing.runs import check_lengths, directories
-from zckpt.checkpoint.tiers.overlay import holds, overlay
 from zckpt.errors import CheckpointNotFoundError, FormatError, MissingFileError, StorageError, ZckptError, warn
 from zckpt.format import names
 from zckpt.plan.lineage import Use
 from zckpt.storage.location import Location
+from zckpt.storage.overlay import OverlayReader
 from zckpt.storage.schemes import open_store
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from zckpt.checkpoint.listing.contents import Contents
     from zckpt.format.manifest import Manifest
-    from zckpt.storage.contract import Store
+    from zckpt.storage.contract import Reader, Store
     from zckpt.storage.location import StrPath
 
 
@@ -34,25 +35,55 @@ class Chosen(NamedTuple):
     def nearest(self) -> Store:
         """Returns the nearest directory that has something of the checkpoint. Raises CheckpointNotFoundError if there
         is none, and StorageError."""
-        store = next((store for store in map(open_store, self.paths) if holds(store, self.save_id)), None)
+        store = next((store for store in map(open_store, self.paths) if _holds(store, self.save_id)), None)
         if store is None:
             raise CheckpointNotFoundError("the checkpoint that was chosen is not there any more", file=self.paths[0])
         return store
 
     def contents(self) -> Contents:
         """Returns what the checkpoint holds. Raises CheckpointNotFoundError if no directory has its manifest, and the
-        errors of ``overlay``."""
+        errors of ``_overlay``."""
         stores = [*map(open_store, self.paths)]
         for store in stores:
             with suppress(CheckpointNotFoundError, FormatError):
                 manifest = manifest_of(store)
                 if manifest.save_id == self.save_id:
-                    return overlay(stores, manifest)
+                    return _overlay(stores, manifest)
         raise CheckpointNotFoundError("there is no manifest", file=self.paths[0])
 
     def opened(self) -> tuple[Store, Contents]:
         """Returns the nearest directory, and what the checkpoint holds. Raises the errors of ``contents``."""
         return self.nearest(), self.contents()
+
+
+def _holds(store: Store, save_id: str) -> bool:
+    """Returns whether a directory has files of the save with this id. Its manifest may be missing. Raises
+    StorageError."""
+    if store.entry(names.data_dir(save_id)) is not None:
+        return True
+    with suppress(CheckpointNotFoundError, FormatError):  # A web server does not tell that there is a directory.
+        return manifest_of(store).save_id == save_id
+    return False
+
+
+def _overlay(stores: Sequence[Store], manifest: Manifest) -> Contents:
+    """Returns what a checkpoint holds that is in several directories, the nearest of which is the first. Each file is
+    read from the nearest directory in which it has the right length. If there is none, a read of the file raises the
+    error of the first directory that has anything of the checkpoint. Nothing is asked of a directory if nearer ones
+    have everything. Raises StorageError."""
+    missing = dict.fromkeys(lengths(manifest))
+    used: list[Store] = []
+    reader_of: dict[str, Reader] = {}
+    readers: list[Reader] = []
+    for store in stores:
+        if missing and _holds(store, manifest.save_id):
+            used.append(store)
+            readers.append(store.reader())
+            for path in files_in(store, manifest, missing):
+                reader_of[path] = readers[-1]
+                del missing[path]
+    farthest = max(used or stores, key=lambda store: store.requests_in_flight)
+    return Contents(manifest, OverlayReader(readers, reader_of), farthest)
 
 
 class _Found(NamedTuple):
