@@ -34,9 +34,7 @@ if TYPE_CHECKING:
 
     from zckpt.checkpoint.listing.contents import Contents
     from zckpt.checkpoint.listing.tensors import Tensors
-    from zckpt.format.digest import ReadFile
     from zckpt.geometry import Ints
-    from zckpt.plan.reads import ReadOp
 
 HOST = torch.device("cpu")
 PLANNED_PIECES = 1 << 16
@@ -80,16 +78,6 @@ class _Wanted:
         """Returns what is read of the tensors with these numbers."""
         targets = self.targets(numbers)
         return _Wanted(self.tensors[numbers], self.spans[numbers], self.copies[numbers], targets.__getitem__)
-
-
-class _Plan(NamedTuple):
-    """What ``run_reads`` takes."""
-
-    ops: tuple[ReadOp, ...]
-    files: Mapping[int, ReadFile]
-    targets: Targets
-    after_urgent: Callable[[], None]
-    checks: Sequence[Callable[[], object]]
 
 
 def _leaf(ext: int, tensor: torch.Tensor) -> object:
@@ -264,14 +252,15 @@ class Loader:
         one before it is read."""
         verify = verifies(verify)
         batches, inference = list(self._batches(wanted, verify)), torch.is_inference_mode_enabled()
-        plans: list[_Plan] = []
+        plans: list[Callable[[], None]] = []
 
         def plan(batch: slice) -> None:
             with torch.inference_mode(inference):  # as in the thread of the caller, because targets are made here
                 is_last_urgent = batch.start < urgent <= batch.stop
                 urgent_of_batch = urgent - batch.start if is_last_urgent else 0
                 after = after_urgent if is_last_urgent else lambda: None
-                plans.append(self._plan(wanted.take(batch), rank, verify, staging.batch_bytes, urgent_of_batch, after))
+                of_batch = wanted.take(batch)
+                plans.append(self._plan(of_batch, rank, verify, advance, staging, urgent_of_batch, after))
 
         if not batches:
             return
@@ -280,8 +269,8 @@ class Loader:
             for following in batches[1:]:
                 with beside(partial(plan, following), "zckpt-plan") as start:
                     start()
-                    self._carry_out(plans.pop(0), advance, staging)
-            self._carry_out(plans.pop(), advance, staging)
+                    plans.pop(0)()
+            plans.pop()()
 
     def _batches(self, wanted: _Wanted, verify: bool) -> Iterator[slice]:
         """Yields the positions of the tensors that are planned together. Planning takes memory for each piece of a
@@ -305,10 +294,12 @@ class Loader:
         wanted: _Wanted,
         rank: int | None,
         verify: bool,
-        batch_bytes: int,
+        advance: Callable[[int], None],
+        staging: StagingPool,
         urgent: int,
         after_urgent: Callable[[], None],
-    ) -> _Plan:
+    ) -> Callable[[], None]:
+        """Plans the reads of a batch. Returns the function that carries them out and raises the errors of ``read``."""
         tensors = wanted.tensors
         stored_ranges = piece_ranges(
             self.contents.stored(tensors, wanted.copies, rank),
@@ -326,22 +317,22 @@ class Loader:
             data_starts=self.manifest.files.data_start,
             block_bytes=self.manifest.block_bytes,
             verify=verify,
-            batch_bytes=batch_bytes,
+            batch_bytes=staging.batch_bytes,
             places=places_of(self.reader, targets, files),
             urgent=urgent,
             gap_bytes=self.contents.store.gap_bytes,
         )
-        return _Plan(ops, files, targets, after_urgent, self.contents.checks_beside(keys_of_files, verify=verify))
+        checks = self.contents.checks_beside(keys_of_files, verify=verify)
 
-    def _carry_out(self, plan: _Plan, advance: Callable[[int], None], staging: StagingPool) -> None:
-        """Carries out the reads of a batch. Raises the errors of ``read``."""
-        ops, files, targets, after_urgent, checks = plan
-        try:
-            run_reads(self.reader, ops, files, targets, self.budget, staging, advance, after_urgent, checks)
-        except FormatError:
-            for check in checks:  # A file that is too short, for example, explains what is wrong with its data.
-                check()
-            raise
+        def carry_out() -> None:
+            try:
+                run_reads(self.reader, ops, files, targets, self.budget, staging, advance, after_urgent, checks)
+            except FormatError:
+                for check in checks:  # A file that is too short, for example, explains what is wrong with its data.
+                    check()
+                raise
+
+        return carry_out
 
     def staging(self, devices: Iterable[torch.device]) -> StagingPool:
         """Makes a pool of buffers for ``read``. ``devices``: those, besides the CPU, to whose memory is read."""
