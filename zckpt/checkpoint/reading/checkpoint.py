@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zckpt.checkpoint.listing.tensors import TensorInfo
-from zckpt.checkpoint.reading.extra_state import extra_state
 from zckpt.checkpoint.reading.loader import ReadRequest
 from zckpt.checkpoint.reading.state_dict import PlainValues, own_rank, plan_load
 from zckpt.checkpoint.reading.targets import check_casts, check_target, empty_tensors
@@ -361,7 +360,7 @@ class Checkpoint(Mapping[str, TensorInfo]):
         """
         loader, device, weight_dtype = self._loader, check_device(device), dtype_of(dtype)
         sources = self.weights()
-        kept = unconverted(() if weight_dtype is None else extra_state(loader))
+        kept = unconverted(() if weight_dtype is None else loader.extra_state)
         casts = [
             weight_dtype if info.part != BUFFER and info.dtype.is_floating_point and name not in kept else None
             for name, info in sources.items()

@@ -17,7 +17,7 @@ from zckpt.errors import FormatError
 from zckpt.format import names, tree
 from zckpt.geometry import Span, all_of, same_order
 from zckpt.orders import row_count
-from zckpt.plan.inventory import BUFFER, MASTER, PARAM, STATE
+from zckpt.plan.inventory import BUFFER, EXTRA_STATE, MASTER, PARAM, STATE
 from zckpt.plan.reads import SPACED_GAP_BYTES, plan_reads
 from zckpt.plan.reshard import RequestedSpan, piece_ranges
 from zckpt.system.collector import without_collector
@@ -122,6 +122,21 @@ class Loader:
         """The tree of non-tensor state that all ranks share. Tensors in the tree are on the CPU."""
         with self.advised():
             return self._tree(self.manifest.state, names.MANIFEST)
+
+    @property
+    def root(self) -> dict[Any, Any]:
+        """The tree ``state``, or an empty dict if it is not a map."""
+        return self.state if isinstance(self.state, dict) else {}
+
+    @property
+    def extra_state(self) -> frozenset[str]:
+        """The names of the tensors in the part ``buffer`` that modules had added to their ``state_dict`` by themselves.
+        Raises FormatError."""
+        engine = self.root.get("engine")
+        extra = engine.get(EXTRA_STATE, []) if isinstance(engine, dict) else []
+        if not isinstance(extra, list) or not all(isinstance(name, str) for name in extra):
+            raise FormatError(f"state: {EXTRA_STATE} is not a list of names", file=self.path)
+        return frozenset(extra)
 
     def rank_state(self, rank: int, *, lazy: bool = False, key: str | None = None) -> Any:
         """Returns what ``Checkpoint.rank_state`` returns."""

@@ -74,8 +74,7 @@ class PlainValues(Mapping[str, Any]):
     def __init__(self, checkpoint: Loader, rank: int | None = None) -> None:
         """``rank``: the rank whose own values are returned, of those of which each rank has its own. None means rank
         0, or the first rank that has such a value."""
-        root = checkpoint.state if isinstance(checkpoint.state, dict) else {}
-        self._common = _map(root.get(CLIENT_STATE, {}), CLIENT_STATE, checkpoint)
+        self._common = _map(checkpoint.root.get(CLIENT_STATE, {}), CLIENT_STATE, checkpoint)
         self._ranks = _map(_tree(checkpoint).get(RANKS, {}), f"{STATE_DICT}.{RANKS}", checkpoint)
         self._own, self._streams = (_names(_tree(checkpoint).get(key)) for key in (OWN, STREAMS))
         self._rank = rank
@@ -122,8 +121,7 @@ def _names(value: object) -> frozenset[str]:
 
 
 def _tree(checkpoint: Loader) -> dict[str, Any]:
-    root = checkpoint.state if isinstance(checkpoint.state, dict) else {}
-    engine = root.get("engine")
+    engine = checkpoint.root.get("engine")
     tree = engine.get(STATE_DICT, {}) if isinstance(engine, dict) else {}
     return _map(tree, STATE_DICT, checkpoint)
 

@@ -190,7 +190,6 @@ def _has_optimizer(paths: Iterable[Sequence[object]]) -> bool:
 def engine_state(checkpoint: Loader) -> Mapping[str, Any] | None:
     """Returns the trees of the engine's non-tensor state. Returns None if a repair could not save them, or if the
     checkpoint is not one of an engine."""
-    root = checkpoint.state if isinstance(checkpoint.state, dict) else {}
-    engine, client_state = root.get("engine"), root.get(CLIENT_STATE)
+    engine, client_state = checkpoint.root.get("engine"), checkpoint.root.get(CLIENT_STATE)
     is_engine = isinstance(engine, dict) and STATE_DICT not in engine
     return engine if is_engine and isinstance(client_state, dict) else None
