@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
 
@@ -396,9 +396,15 @@ def _mismatch(plan: RestorePlan, first: tuple[int, str], same_as: int | None, ra
 def _change(plan: RestorePlan, rank: int | None, request: Request) -> None:
     """Does all that this rank can do alone to restore the engine. ``rank`` is the number of this rank if the checkpoint
     was written by the same number of ranks, and None otherwise."""
-    with _changing_the_engine(plan.checkpoint):
+    try:
         _fill(plan, rank, request)
         plan.restoring.set_state()
+    except (FormatError, StorageError) as error:
+        error.hint = "the engine is restored in part: restore it from a whole checkpoint before you train on"
+        whole = whole_neighbours(open_store(plan.checkpoint.path))
+        if whole:
+            error.hint += f", such as, newest first, {', '.join(whole)}"
+        raise
 
 
 def _fill(plan: RestorePlan, rank: int | None, request: Request) -> None:
@@ -439,15 +445,3 @@ def _requests(fragments: Iterable[Fragment], sources: Mapping[str, Mapping[str, 
             fragment.data.zero_()
         else:
             yield ReadRequest(info, fragment.span, fragment.data)
-
-
-@contextmanager
-def _changing_the_engine(checkpoint: Loader) -> Iterator[None]:
-    try:
-        yield
-    except (FormatError, StorageError) as error:
-        error.hint = "the engine is restored in part: restore it from a whole checkpoint before you train on"
-        whole = whole_neighbours(open_store(checkpoint.path))
-        if whole:
-            error.hint += f", such as, newest first, {', '.join(whole)}"
-        raise
