@@ -11,7 +11,7 @@ from zckpt.format.digest import BLOCK_BYTES, DIGEST_BYTES, blocks, digest
 from zckpt.format.limits import BLOCK_BYTES_MAX, BLOCK_BYTES_MIN
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from zckpt.format.data_file import Header
     from zckpt.storage.contract import Reader
@@ -44,17 +44,16 @@ def fit_tables(
 ) -> tuple[int, dict[int, list[int] | None]]:
     """Returns the size of a block in bytes with which the most digest tables fit the files. Also returns, for each
     rank, the number of the first digest of each file, or None if the rank's table does not fit."""
-    best: tuple[int, dict[int, list[int] | None]] | None = None
-    for block_bytes in _block_sizes(BLOCK_BYTES):
-        placed = {
+
+    def placed(block_bytes: int) -> tuple[int, dict[int, list[int] | None]]:
+        return block_bytes, {
             rank: None if table is None else _fit_table(files[rank], table, block_bytes)
             for rank, table in tables.items()
         }
-        fitting = sum(first_blocks is not None for first_blocks in placed.values())
-        if best is None or fitting > sum(first_blocks is not None for first_blocks in best[1].values()):
-            best = block_bytes, placed
-    assert best is not None
-    return best
+
+    others = (BLOCK_BYTES_MIN << power for power in range((BLOCK_BYTES_MAX // BLOCK_BYTES_MIN).bit_length()))
+    sizes = (BLOCK_BYTES, *others)  # ``max`` takes the first of equally good ones, and this one is the most likely.
+    return max(map(placed, sizes), key=lambda found: -[*found[1].values()].count(None))
 
 
 def _fit_table(files: Sequence[FoundFile], table: bytes, block_bytes: int) -> list[int] | None:
@@ -73,13 +72,3 @@ def _fit_table(files: Sequence[FoundFile], table: bytes, block_bytes: int) -> li
             return None
         stop += file.header.first_blocks(block_bytes)[-1]
     return first_blocks if stop * DIGEST_BYTES == len(table) else None
-
-
-def _block_sizes(usual: int) -> Iterator[int]:
-    """Yields the sizes of a block in bytes that the checkpoint may have, ``usual`` first, because it is the most
-    likely."""
-    yield usual
-    size = BLOCK_BYTES_MIN
-    while size <= BLOCK_BYTES_MAX:
-        yield size
-        size *= 2

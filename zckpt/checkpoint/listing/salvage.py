@@ -88,8 +88,8 @@ def find_save(checkpoint: Store, save_id: str, old: Manifest | None) -> tuple[Fo
         problems.append(f"and so are {len(absent) - ABSENT_SHOWN_MAX} more ranks")
     if old is not None:
         there = {names.data_file_path(save_id, *place) for place in raws}
-        problems += [f"{name} is missing" for name in map(old.path, old.files) if name not in there]
-        listed = set(map(old.path, old.files))
+        listed = dict.fromkeys(map(old.path, old.files))
+        problems += [f"{name} is missing" for name in listed if name not in there]
         files = {
             rank: [file for file in files_of_rank if file.header.data_file.path in listed]
             for rank, files_of_rank in files.items()
@@ -102,12 +102,10 @@ def _strangers(checkpoint: Store, save_id: str, files: dict[int, list[FoundFile]
     only the digest table tells that such a file is shared by this save, and was not put there by mistake."""
     with closing(checkpoint.reader()) as reader:
         _, placed = fit_tables(files, read_tables(reader, save_id, files))
-    strangers = [
-        file.header.data_file for rank, files_of_rank in files.items() if placed[rank] is None for file in files_of_rank
-    ]
+    unlisted = (file.header.data_file for rank, each in files.items() if placed[rank] is None for file in each)
     return [
         str(broken("S006", f"it is of the save {data_file.origin}, and no digest table lists it", file=data_file.path))
-        for data_file in strangers
+        for data_file in unlisted
         if data_file.origin
     ]
 
