@@ -56,9 +56,11 @@ class Uploads:
                 self._worker = worker
             self._expected[upload.save_id] = upload
 
-    def add(self, upload: Upload) -> None:
-        """Begins the upload, as soon as no other is under way. Raises nothing."""
+    def add(self, upload: Upload, *, latest: bool) -> None:
+        """Begins the upload, as soon as no other is under way. ``latest``: whether the file ``latest`` names the
+        checkpoint. Raises nothing."""
         with self._changed:
+            upload.latest = latest
             self._expected.pop(upload.save_id, None)
             self._waiting.append(upload)
             self._changed.notify_all()
@@ -201,25 +203,6 @@ def uploads_of(ranks: Ranks) -> Uploads:
     uploads = _all.setdefault(ranks.members, Uploads())
     uploads.ranks = ranks
     return uploads
-
-
-def expect(upload: Upload | None) -> None:
-    """Calls ``Uploads.expect``, if there is an upload."""
-    if upload is not None:
-        uploads_of(upload.ranks).expect(upload)
-
-
-def add(upload: Upload | None, *, latest: bool) -> None:
-    """Calls ``Uploads.add``, if there is an upload. ``latest``: whether the file ``latest`` names the checkpoint."""
-    if upload is not None:
-        upload.latest = latest
-        uploads_of(upload.ranks).add(upload)
-
-
-def cancel(upload: Upload | None) -> None:
-    """Calls ``Uploads.cancel``, if there is an upload."""
-    if upload is not None:
-        uploads_of(upload.ranks).cancel(upload)
 
 
 def all_uploads() -> list[Uploads]:
