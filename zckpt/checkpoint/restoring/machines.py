@@ -11,7 +11,7 @@ import msgpack
 from zckpt.checkpoint.listing.contents import Contents, plain_root
 from zckpt.checkpoint.listing.doubt import settle
 from zckpt.checkpoint.listing.files import files_in, lengths
-from zckpt.checkpoint.listing.find import find_and_open
+from zckpt.checkpoint.listing.find import find_and_open, manifest_of
 from zckpt.checkpoint.listing.runs import COMPARED_MAX, decode_manifest, directories, manifest_bytes, run_of
 from zckpt.checkpoint.restoring.peers import PeerReader
 from zckpt.errors import FormatError, ZckptError, first_few
@@ -124,12 +124,10 @@ def look_for_spread(path: StrPath, ranks: Ranks) -> tuple[Spread | None, Callabl
 
     def look_for_files() -> Any:
         manifest = decode_manifest(store, raw)
-        own, may_have = files_in(store, manifest), lengths(manifest)
-        numbers = [number for number, file in enumerate(may_have) if file in own]
-        sizes = [own[file] for file in may_have if file in own]
-        least = [nbytes.start for file, nbytes in may_have.items() if file in own]
-        longer = {n: size for n, size, start in zip(numbers, sizes, least, strict=True) if size != start}
-        return [_runs(numbers), longer]
+        own = files_in(store, manifest)
+        seen = [(number, *each) for number, each in enumerate(lengths(manifest).items()) if each[0] in own]
+        longer = {number: own[file] for number, file, nbytes in seen if own[file] != nbytes.start}
+        return [_runs([number for number, *_ in seen]), longer]
 
     views = [_View(*fields) for fields in ranks.decide(look_for_files, _views, "look for the files")]
 
@@ -205,8 +203,7 @@ def _whole(run: Store, ranks: Ranks) -> list[str]:
         for store, entries in directories(run):
             if names.MANIFEST in entries:
                 try:
-                    with closing(store.reader()) as reader:
-                        manifest = decode_manifest(store, manifest_bytes(reader))
+                    manifest = manifest_of(store)
                 except ZckptError:
                     continue
                 lacking = lengths(manifest).keys() - files_in(store, manifest).keys()
