@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from zckpt.format import names
+from zckpt.format.data_file import decode_header
 from zckpt.format.digest import DIGEST_BYTES, block_count, digest
 from zckpt.format.rules import broken
 from zckpt.plan.data_files import DataFilePlan, plan_copied_file
@@ -79,7 +80,7 @@ class Copied:
     ) -> RankFiles:
         """Plans the copies of files of a rank. ``pieces``: the pieces of ``rows`` in the rank's files. ``save_id``:
         that of the copy. ``file_numbers``: the numbers of the files in the manifest of the source. Raises FormatError
-        (F001 to F003, D001, D002, and the errors of ``Contents.header``) and StorageError."""
+        (F001 to F003, D001, D002, and those of ``Contents.header_bytes`` and ``decode_header``) and StorageError."""
         contents, manifest = self.contents, self.contents.manifest
         data_files = []
         numbers = sorted({*file_numbers} - {TABLE})
@@ -120,7 +121,8 @@ def _region_bytes(contents: Contents, number: int, pieces: FilePieces) -> Ints:
     gap_blocks = pieces.block - np.insert(block_stop, 0, block_count(data_start, manifest.block_bytes))[:-1]
     # A gap with one block is one filler. How many fillers a longer gap has, only the header tells.
     if (gap < 0).any() or gap[-1] or (gap_blocks != (gap[:-1] > 0)).any():
-        header = contents.header(number)
+        file, raw = manifest.files[number], contents.header_bytes(number)
+        header = decode_header(raw, file.nbytes, manifest.data_file_id(file))
         return np.array([data_start, *(entry.nbytes for entry in header.entries)], np.int64)
     sizes = np.stack([gap[:-1], pieces.nbytes], 1).ravel()
     return np.insert(sizes[sizes > 0], 0, data_start)

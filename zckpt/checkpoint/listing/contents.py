@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from zckpt.format.data_file import Header
     from zckpt.format.index import Piece, Rows
     from zckpt.format.manifest import File, Manifest
     from zckpt.geometry import Grid, Ints
@@ -232,12 +231,8 @@ class Contents(Mapping[str, TensorInfo]):
         return self._info_of(part_id, row, *ids)
 
     def _info_of(self, part_id: int, row: int, name_id: int, shape_id: int, dtype_id: int) -> TensorInfo:
-        part, name, shape = (
-            self.manifest.parts[part_id].name,
-            self.manifest.names[name_id],
-            self.manifest.shapes[shape_id],
-        )
-        return TensorInfo(part, name, DTYPES[dtype_id], shape, part_id, row, self)
+        part, name = self.manifest.parts[part_id].name, self.manifest.names[name_id]
+        return TensorInfo(part, name, DTYPES[dtype_id], self.manifest.shapes[shape_id], part_id, row, self)
 
     def pieces(self, info: TensorInfo) -> Iterator[Piece]:
         """Yields the pieces of one tensor as the index records them, copy by copy, in the order of their elements."""
@@ -554,12 +549,6 @@ class Contents(Mapping[str, TensorInfo]):
         if nbytes != file.nbytes:
             raise broken("F003", f"the file is {nbytes} bytes long, expected {file.nbytes}", file=path, key=key)
         self._sized.add(number)
-
-    def header(self, number: int) -> Header:
-        """Returns the header of a data file, which has been checked. Raises FormatError (F001 to F003, S001 to S006,
-        S008)."""
-        file, raw = self.manifest.files[number], self.header_bytes(number)
-        return data_file_format.decode_header(raw, file.nbytes, self.manifest.data_file_id(file))
 
     def header_bytes(self, number: int) -> bytes:
         """Returns all bytes before the data of a data file. Of what they say, only their number has been checked.
