@@ -89,8 +89,7 @@ class Restored(dict[str, Any]):
         """The tensors of the engine that should have been restored, but keep their former values, because the
         checkpoint does not have them in the right shape."""
         self.unexpected = unexpected
-        """The tensors of the checkpoint that were not read, because the engine has no such tensor, or has it in another
-        shape."""
+        """The tensors of the checkpoint that were not read, because the engine has none of this name and shape."""
         self.converted = converted
         """Those of the restored master weights and moments that have another dtype in the checkpoint: fp32, where the
         engine updates weights of 16 bits, or the reverse. A run that goes on from a narrower dtype is not equal to one
@@ -232,8 +231,7 @@ def restore(
 
 
 def restore_engine(engine: object, path: Place, request: Request) -> tuple[Restored, RankStates]:
-    """Does the work of ``restore``, and of the ``load_checkpoint`` of an attached engine, which may have chosen the
-    checkpoint already."""
+    """Does the work of ``restore``, and of an attached engine's ``load_checkpoint``, which may pass a ``Chosen``."""
     ranks = Ranks(group_of(engine), call=request.caller.call)
     wait_for(ranks)
     plans: list[RestorePlan] = []
@@ -303,8 +301,7 @@ def restore_engine(engine: object, path: Place, request: Request) -> tuple[Resto
 
 
 def _choose(places: Sequence[StrPath]) -> Chosen | str:
-    """Returns the checkpoint that is restored. If there is none, returns the hint of the error, which may be empty.
-    Raises the other errors of ``choose``."""
+    """Returns what ``choose`` returns, or, if there is no checkpoint, the hint of the error, which may be empty."""
     try:
         return choose(places)
     except CheckpointNotFoundError as error:
@@ -325,8 +322,7 @@ def _said(path: Place) -> str:
 
 
 def _load_registered(engine: object, plan: RestorePlan, request: Request, ranks: Ranks) -> None:
-    """Gives each registered object its state. States for which no object is registered wait for a ``register`` until
-    the next step."""
+    """Gives each registered object its state. The other states wait for a ``register`` until the next step."""
     if not request.resumes:
         return
     of_engine, states = registered(engine), plan.rank_state or {}

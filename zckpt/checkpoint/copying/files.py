@@ -43,8 +43,7 @@ class RankFiles(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """What is copied: a whole checkpoint, whose copy has the same bytes. A class that derives from this one copies a
-    part of it."""
+    """What is copied: a whole checkpoint, whose copy has the same bytes. A derived class copies a part of it."""
 
     contents: Contents
     """The manifest and the index of the checkpoint."""
@@ -95,8 +94,8 @@ class Copied:
         return RankFiles(tuple(data_files), source_of(contents, numbers, pieces, table, verify))
 
     def commit(self, first: RankWrite, digests: Sequence[bytes]) -> None:
-        """Commits the copy. ``digests``: the digest of each rank's digest table. Raises FormatError (F001, F002, I001,
-        I002) and StorageError."""
+        """Commits the copy. ``digests``: of each rank's table. Raises FormatError (F001, F002, I001, I002) and
+        StorageError."""
         contents = self.contents
         contents.check_index_length()
         manifest, path = contents.manifest, names.index_path(contents.manifest.save_id)
@@ -110,13 +109,11 @@ class Copied:
 
 def _region_bytes(contents: Contents, number: int, pieces: FilePieces) -> Ints:
     """Returns the sizes in bytes of a file's header, pieces and fillers, in their order. ``pieces``: all pieces of the
-    file. The header of the file is read only if the index does not tell how many fillers there are between two
-    pieces."""
+    file. The file's header is read only if the index does not tell how many fillers are between two pieces."""
     manifest = contents.manifest
     data_start, data_bytes = manifest.files.data_start[number], manifest.data_bytes[number]
     block_stop = pieces.block + block_count(pieces.nbytes, manifest.block_bytes)
-    # The sizes of the gaps before each piece and after the last one, and the numbers of digests of the gaps before each
-    # piece.
+    # The sizes of the gaps before each piece and after the last one, and how many digests each gap before a piece has.
     gap = np.append(pieces.offset, data_bytes) - np.insert(pieces.offset + pieces.nbytes, 0, 0)
     gap_blocks = pieces.block - np.insert(block_stop, 0, block_count(data_start, manifest.block_bytes))[:-1]
     # A gap with one block is one filler. How many fillers a longer gap has, only the header tells.

@@ -50,8 +50,7 @@ KEPT_PIECES = 1 << 22
 LISTED_PIECES = 1 << 18
 """About how many pieces ``Contents.stored_each`` lists at a time. They take 12 MiB."""
 RANK_PIECES = 1 << 17
-"""About how many pieces ``Contents.pieces_of_ranks`` lists at a time. They take 9 MiB, and three times as much while
-they are put in order."""
+"""About how many pieces ``Contents.pieces_of_ranks`` lists at a time. They take 9 MiB, and 27 in order."""
 
 
 class Contents(Mapping[str, TensorInfo]):
@@ -77,8 +76,7 @@ class Contents(Mapping[str, TensorInfo]):
     # The tensors of the model, by key
 
     def __getitem__(self, key: str) -> TensorInfo:
-        """Returns the tensor with this key. A tied weight is found under each of its names. Raises KeyNotFoundError,
-        which names the nearest keys."""
+        """Returns the tensor with this key, which may have any name of a tied weight. Raises KeyNotFoundError."""
         return self._info(*self._place(key))
 
     def __contains__(self, key: object) -> bool:
@@ -117,8 +115,7 @@ class Contents(Mapping[str, TensorInfo]):
         return sum(len(part.name_ids) for part in self.manifest.parts if part.name != STATE)
 
     def select(self, keys: Keys) -> dict[str, TensorInfo]:
-        """Returns the tensors that ``keys`` asks for, by key. Raises KeyNotFoundError if a key, a glob or the predicate
-        matches nothing."""
+        """Returns the tensors that ``keys`` asks for, by key. Raises KeyNotFoundError if one matches nothing."""
         return dict(zip(*self.chosen(keys), strict=True))
 
     def chosen(self, keys: Keys) -> tuple[list[str], Tensors]:
@@ -158,9 +155,8 @@ class Contents(Mapping[str, TensorInfo]):
         return info
 
     def packed_state(self, rank: int | None = None) -> tuple[bytes, str] | None:
-        """Returns the packed tree that all ranks share, or the one that ``rank`` alone had, together with the file or
-        key that error messages name it by. Returns None if there is no such tree. Raises FormatError and
-        StorageError."""
+        """Returns the packed tree that all ranks share, or the one that ``rank`` alone had, or None if there is none,
+        and the file or key that error messages name it by. Raises FormatError and StorageError."""
         if rank is None:
             return self.manifest.state, names.MANIFEST
         info = self.find(STATE, f"rank/{rank}")
@@ -197,8 +193,7 @@ class Contents(Mapping[str, TensorInfo]):
 
     @cached_property
     def machines(self) -> tuple[Machine, ...]:
-        """The machines of which each has written the files of its own ranks to a disk of its own. Empty if all ranks
-        wrote to one place."""
+        """The machines of which each has written its own ranks' files to its own disk. Empty if there was one place."""
         return machines_in(self.plain_state)
 
     @property
@@ -256,8 +251,7 @@ class Contents(Mapping[str, TensorInfo]):
         return first_row[numbers], numbers
 
     def chunk(self, number: int) -> Rows:
-        """Returns one chunk of the index. It is read and checked when it is first asked for, and read again if many
-        others have been asked for since."""
+        """Returns one chunk of the index. It is read and checked, unless it is among those that were asked for last."""
         layout = self._layouts.get(number)
         if layout is None:
             chunk = self.manifest.chunks[number]
@@ -339,8 +333,7 @@ class Contents(Mapping[str, TensorInfo]):
         return sum(chunk.pieces * layouts[chunk.layout_id] for chunk in self.manifest.chunks)
 
     def holders(self, infos: Sequence[TensorInfo]) -> list[Holders]:
-        """Returns for each tensor how it is spread over the ranks. This is far quicker than looking at the pieces of
-        each tensor."""
+        """Returns for each tensor how it is spread over the ranks, far quicker than by a look at all of its pieces."""
         tensors = self.tensors(infos)
         chunks = self._chunks_of(tensors.part_id, tensors.row).tolist()
         spread = {number: self._spread(number) for number in set(chunks)}
@@ -370,8 +363,8 @@ class Contents(Mapping[str, TensorInfo]):
         return self.manifest.grid(*info._place)
 
     def stored(self, infos: Sequence[TensorInfo], copies: CopyNumbers, rank: int | None) -> StoredPieces:
-        """Returns the pieces of one copy of each tensor: the copy that ``copies`` names, or, where that is None, the
-        one that suits ``rank`` best."""
+        """Returns the pieces of one copy of each tensor: that of ``copies``, or, where this is None, the one that suits
+        ``rank`` best."""
         tensors, asked = self.tensors(infos), _numbers_of(copies)
         chunks = self._chunks_of(tensors.part_id, tensors.row)
         of_chunks: list[StoredPieces] = []
@@ -403,8 +396,7 @@ class Contents(Mapping[str, TensorInfo]):
 
     def pieces_of_rows(self, part_id: int, number: int, rows: Ints) -> tuple[StoredPieces, Ints, Ints]:
         """Returns the pieces of some rows of a part, all of which are in chunk ``number``. In the first value,
-        ``tensor`` is a position in ``rows``. The second value is the copy that each piece belongs to, and the third the
-        rank that holds it."""
+        ``tensor`` is a position in ``rows``. The others are the copy and the rank of each piece."""
         manifest = self.manifest
         layout = index_format.take(self.chunk(number), rows - manifest.chunks[number].first_row)
         numel = manifest.numel[manifest.parts[part_id].shape_ids[rows]]
@@ -420,8 +412,8 @@ class Contents(Mapping[str, TensorInfo]):
         return [np.arange(len(part.name_ids)) for part in self.manifest.parts]
 
     def pieces_of_parts(self, rows: Sequence[Ints]) -> Iterator[FilePieces]:
-        """Yields the pieces of some rows of each part, as many at a time as a chunk of the index has. ``rows``: those
-        of each part, ascending."""
+        """Yields the pieces of some rows of each part, chunk by chunk of the index. ``rows``: those of each part,
+        ascending."""
         for part_id, (part, part_rows) in enumerate(zip(self.manifest.parts, rows, strict=True)):
             chunks = self._chunks_of(np.full(len(part_rows), part_id), part_rows)
             for number in np.unique(chunks).tolist():
@@ -539,8 +531,7 @@ class Contents(Mapping[str, TensorInfo]):
             raise broken("I001", f"the index is {nbytes} bytes long, expected {expected}", file=path)
 
     def check_length(self, number: int, key: str | None = None) -> None:
-        """Raises FormatError (F001 to F003) unless the data file is there and as long as recorded. The error names
-        ``key``."""
+        """Raises FormatError (F001 to F003), which names ``key``, unless the file is there and as long as recorded."""
         if number in self._sized:
             return
         file = self.manifest.files[number]

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class FoundFile:
-    """A data file whose header is sound. ``raw`` is the header as bytes. ``nbytes`` is the size of the file in
-    bytes."""
+    """A data file whose header is sound. ``raw``: the header as bytes. ``nbytes``: the size of the file."""
 
     header: Header
     raw: bytes

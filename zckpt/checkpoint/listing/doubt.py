@@ -110,8 +110,7 @@ def settle(checkpoint: Store, ranks: Ranks) -> None:
 
 
 def _committed(checkpoint: Store) -> list[str]:
-    """Returns the save id of the manifest in a list, or an empty list if there is none, or a damaged one. Raises
-    StorageError."""
+    """Returns a list with the manifest's save id, which is empty without a sound manifest. Raises StorageError."""
     try:
         return [manifest_of(checkpoint).save_id]
     except (CheckpointNotFoundError, FormatError):

@@ -53,9 +53,8 @@ def find(path: StrPath) -> Store:
 
 
 def find_and_open(path: StrPath) -> tuple[Store, Contents]:
-    """Returns what ``find`` returns, and what that checkpoint holds. If ``path`` is the directory of a checkpoint, only
-    one request is made: it reads the manifest. Whoever calls it closes the reader of the result. Raises the errors of
-    ``find`` and ``open_contents``."""
+    """Returns what ``find`` and ``open_contents`` return. If ``path`` is the directory of a checkpoint, only one
+    request is made, for the manifest. The caller closes the reader of the result. Raises their errors."""
 
     def opened(checkpoint: Store) -> Contents | None:
         try:
@@ -122,8 +121,7 @@ def open_contents(store: Store) -> Contents:
 
 
 def manifest_of(store: Store) -> Manifest:
-    """Returns the manifest of the checkpoint in exactly this directory. Raises CheckpointNotFoundError, FormatError and
-    StorageError."""
+    """Returns the manifest in exactly this directory. Raises CheckpointNotFoundError, FormatError and StorageError."""
     with closing(store.reader()) as reader:
         return _manifest(store, reader)
 
@@ -140,9 +138,8 @@ def _manifest(store: Store, reader: Reader) -> Manifest:
 
 @contextmanager
 def advised(checkpoint: Store, left: str = NOTHING_CHANGED) -> Iterator[None]:
-    """Extends the hint of an error that says that something of the checkpoint is damaged or missing. It adds ``left``,
-    which says what the error has left behind, which other checkpoints of the run are whole, and which machines have the
-    files that are missing."""
+    """Extends the hint of an error about what is damaged or missing in the checkpoint. It adds ``left``, which says
+    what the error has left behind, which other checkpoints are whole, and which machines have missing files."""
     try:
         yield
     except Exception as error:  # not FormatError: that name is None if Python's end closes a generator

@@ -49,8 +49,7 @@ COMPARED_MAX = 10
 WHOLE_MAX = 3
 """No more than this many whole checkpoints are named. One is enough to go on with, and to find more costs time."""
 _TRAINER = re.compile(r"checkpoint-[0-9]+", re.ASCII)
-"""The name of a directory that Hugging Face's Trainer makes in its output directory. Each is a run of one
-checkpoint."""
+"""The name of a directory that Hugging Face's Trainer makes in its output directory: a run of one checkpoint."""
 _ACCELERATE = re.compile(r"checkpoint_[0-9]+", re.ASCII)
 """The name of a directory that Accelerate makes for one save if it names the directories itself."""
 
@@ -78,8 +77,7 @@ def decode_manifest(checkpoint: Store, raw: bytes) -> Manifest:
 
 
 def read_latest(run: Store, file: str = names.LATEST) -> str:
-    """Returns the path, relative to the run, that the run's ``latest`` holds. Raises FormatError (L001, F001, F002) and
-    StorageError."""
+    """Returns the path that a run's ``latest`` holds. Raises FormatError (L001, F001, F002) and StorageError."""
     with closing(run.reader()) as reader:
         raw = reader.read(file, 0, LATEST_BYTES_MAX + 1)
     file = str(run.location.child(file))
@@ -91,8 +89,7 @@ def read_latest(run: Store, file: str = names.LATEST) -> str:
 
 
 def refuse_links(run: Store, name: str) -> None:
-    """Raises FormatError (F002) if this path of a checkpoint in the run has several components, and one of them is a
-    link. A single component may be a link."""
+    """Raises FormatError (F002) if a link is among several components of this path of a checkpoint in the run."""
     if "/" in name:
         with closing(run.reader()) as reader, suppress(MissingFileError):
             reader.size(f"{name}/{names.MANIFEST}")
@@ -127,8 +124,7 @@ def _below(above: Store, depth: int, nested: bool) -> Iterator[tuple[Store, list
 
 
 def entries_of(store: Store) -> list[str]:
-    """Returns the entries of a directory in sorted order. If they cannot be read, it returns an empty list, so that
-    nothing there is removed."""
+    """Returns the sorted entries of a directory. There are none if it cannot be read, so that nothing is removed."""
     try:
         return names_in(store)
     except StorageError:
@@ -141,8 +137,7 @@ def names_in(store: Store) -> list[str]:
 
 
 def names_at(store: Store) -> list[str]:
-    """Returns the entries of a directory in sorted order. Raises CheckpointNotFoundError if there is no directory, and
-    StorageError."""
+    """Does what ``names_in`` does, but raises CheckpointNotFoundError if there is no directory."""
     entries = store.entries()
     if entries is None:
         raise nothing_at(store)
@@ -186,8 +181,7 @@ def run_of(checkpoint: Store) -> Store:
 
 
 def latest_name(checkpoint: Location, run: Location) -> str:
-    """Returns the path by which the ``latest`` of a run names the checkpoint. Raises ValueError if it cannot name
-    it."""
+    """Returns the path by which the ``latest`` of a run names the checkpoint, or raises ValueError if it cannot."""
     name = checkpoint.path_from(run)
     try:
         names.encode_latest(name)
@@ -208,8 +202,7 @@ def latest_name(checkpoint: Location, run: Location) -> str:
 def refuse_place(target: Store, run: Store, *, latest: bool) -> None:
     """Raises CheckpointExistsError if a new checkpoint at ``target``, of this run, would hide others or be hidden by
     one. To open a directory that has a manifest is to open the checkpoint in it, and none in its subdirectories.
-    ``latest`` says whether the file ``latest`` will be written. If so, the error is also raised if a directory is in
-    the place of this file.
+    ``latest``: whether the file ``latest`` will be written, in whose place there may be no directory then.
     """
     in_it = (printable(inner.location.path_from(target.location)) for inner in _checkpoints(target))
     below = "the file `latest`" if names.LATEST in entries_of(target) else next(in_it, None)
@@ -236,8 +229,7 @@ def refuse_place(target: Store, run: Store, *, latest: bool) -> None:
 
 
 def refuse_in_checkpoint(path: StrPath) -> None:
-    """Raises CheckpointExistsError if a new file or folder of another format at this path would be inside of a
-    checkpoint."""
+    """Raises CheckpointExistsError if a file or folder of another format at this path would be in a checkpoint."""
     place = _checkpoint_above(open_store(Location.of(path).resolved()), DEPTH_MAX)
     if place is not None:
         raise CheckpointExistsError(
@@ -282,8 +274,7 @@ def _of_same_run(checkpoint: Store) -> list[Store]:
 
 
 def _newest_first(checkpoints: Iterable[Store]) -> list[Store]:
-    """Sorts checkpoints by the time of their commit, and returns them, the newest first. Leaves out a checkpoint whose
-    manifest is not a regular file."""
+    """Sorts checkpoints by the time of their commit, newest first, without those whose manifest is no regular file."""
     committed = ((committed_at(store), str(store.location), store) for store in checkpoints)
     return [store for at, _, store in sorted(committed, key=lambda entry: entry[:2], reverse=True) if at]
 
@@ -325,8 +316,7 @@ def can_resume(checkpoint: Store, run_id: str | None = None) -> bool:
 
 
 def if_whole(checkpoint: Store) -> Contents | None:
-    """Returns what the manifest of a checkpoint says, with a reader that is closed, or None if the checkpoint is not
-    whole. No tensor is read."""
+    """Returns what a checkpoint holds, with a closed reader, or None if it is not whole. No tensor is read."""
     try:
         with closing(checkpoint.reader()) as reader:
             contents = Contents(read_manifest(checkpoint, reader), reader, checkpoint)
@@ -338,9 +328,8 @@ def if_whole(checkpoint: Store) -> Contents | None:
 
 
 def check_lengths(contents: Contents, *, everywhere: bool = False) -> None:
-    """Raises FormatError (F001 to F003, D001, I001) unless every file that the manifest names is there and as long as
-    it has to be. If each machine has the files of its own ranks, one machine is enough, unless ``everywhere`` is true.
-    No data are read."""
+    """Raises FormatError (F001 to F003, D001, I001) unless every file of the manifest is there and has its length. If
+    each machine has its own ranks' files, one machine is enough, unless ``everywhere`` is true. Reads no data."""
     manifest, ranks = contents.manifest, ranks_here(contents)
     if everywhere:
         ranks = set(range(manifest.world_size))
@@ -366,9 +355,8 @@ def ranks_here(contents: Contents) -> set[int]:
 
 
 def what_is_whole(checkpoint: Store, *, here: bool = False) -> str:
-    """Returns a clause for the hint of an error about a checkpoint. It says which other checkpoints of the run are
-    whole. ``here``: whether each machine has the files of its own ranks, so that only those of this machine were looked
-    at."""
+    """Returns a clause for the hint of an error about a checkpoint. It says which others of the run are whole.
+    ``here``: whether only the files of this machine's ranks were looked at."""
     whole, place = whole_neighbours(checkpoint), " on this machine" if here else ""
     if not whole:
         return f"the run has no other checkpoint that is whole{place}"
@@ -402,8 +390,7 @@ def _similar_to(store: Store) -> str:
 
 
 def not_a_checkpoint(store: Store, entries: Sequence[str], message: str) -> CheckpointNotFoundError:
-    """Returns the error, with ``message``, for a directory with these entries, in which nobody has begun a checkpoint.
-    It says what is there instead."""
+    """Returns the error for a directory with these entries, none of them of a checkpoint, and says what is there."""
     other, here = other_format(entries), ours_in(store)
     if other is not None and not here:
         return CheckpointNotFoundError(f"this is {other.what}", file=str(store.location), hint=other.hint)
@@ -438,8 +425,7 @@ def _runs_in(above: Store) -> list[Store]:
 
 
 def ours_in(run: Store) -> str:
-    """Returns the clause for a hint that names the checkpoints of zckpt in this directory. It is empty if there are
-    none."""
+    """Returns the clause for a hint that names the checkpoints of zckpt in this directory, or an empty text."""
     begun = [(directory, entries) for directory, entries in _searched(run) if is_begun(entries)]
     committed = _newest_first(directory for directory, entries in begun if names.MANIFEST in entries)
     others = [directory for directory, entries in begun if names.MANIFEST not in entries]

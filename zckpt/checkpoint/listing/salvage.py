@@ -37,9 +37,8 @@ class FoundSave:
 
 
 def find_save(checkpoint: Store, save_id: str, old: Manifest | None) -> tuple[FoundSave | None, list[str]]:
-    """Returns the data files of a save in a checkpoint, and everything that is missing or damaged among them, as far as
-    the headers and, if there is one, the ``old`` manifest tell. Returns None if the headers do not agree on a world
-    size. Raises StorageError."""
+    """Returns the data files of a save, or None if their headers do not agree on a world size, and what is missing or
+    damaged among them, as far as the headers and, if there is one, the ``old`` manifest tell. Raises StorageError."""
     problems: list[str] = []
     raws: dict[tuple[int, str, Tier], tuple[bytes, int]] = {}
     ranks = set()
@@ -111,8 +110,7 @@ def _strangers(checkpoint: Store, save_id: str, files: dict[int, list[FoundFile]
 
 
 def _world_size(text: str) -> int | None:
-    """Returns the number that the headers of data files tell, or None if it is not a number, or not a possible world
-    size."""
+    """Returns the world size that the headers of data files tell, or None if that is not a possible one."""
     size = int(text) if re.fullmatch("[1-9][0-9]{0,6}", text, re.ASCII) else 0
     return size if 1 <= size <= WORLD_SIZE_MAX else None
 

@@ -43,8 +43,7 @@ class Checkpoint(Mapping[str, TensorInfo]):
     # Contents
 
     def __getitem__(self, key: str) -> TensorInfo:
-        """Returns the tensor with this key. A tied weight has a key for each of its names. Raises KeyNotFoundError,
-        which names the nearest keys."""
+        """Returns the tensor with this key. A tied weight has a key for each of its names. Raises KeyNotFoundError."""
         return self._loader.contents[key]
 
     def __contains__(self, key: object) -> bool:
@@ -100,10 +99,8 @@ class Checkpoint(Mapping[str, TensorInfo]):
 
         Args:
             rank: one of the ranks that wrote the checkpoint, from 0 on.
-            lazy: whether a function without arguments takes the place of each tensor and array. The function reads the
-                tensor.
-            key: a key of the tree. Only its value is returned, and no other tensors are read. None means the whole
-                tree.
+            lazy: whether each tensor and array is replaced by a function without arguments that reads it.
+            key: a key of the tree, of whose value alone the tensors are read. None means the whole tree.
 
         Returns:
             The tree, or its value under ``key``. None if there is none.
@@ -149,8 +146,7 @@ class Checkpoint(Mapping[str, TensorInfo]):
     ) -> dict[str, torch.Tensor]:
         """Returns whole tensors by key, assembled from the pieces of all ranks.
 
-        It reads only these tensors, the index chunks that list them and the digests that cover them. It reads nothing
-        for tensors on the device "meta".
+        It reads only these tensors, their index chunks and their digests, and nothing for the device "meta".
 
         Args:
             keys: one key, a glob (``"master/*"``), several keys or globs, or a predicate over keys. None selects the
@@ -165,8 +161,7 @@ class Checkpoint(Mapping[str, TensorInfo]):
             verify: whether every block is compared with its digest. None means yes, unless the environment has
                 ZCKPT_VERIFY=0.
             out: tensors by key that are filled, and to whose dtype the stored elements are converted. They must be
-                contiguous and have the stored shapes. They may be on any device. After an error they have undefined
-                values.
+                contiguous and have the stored shapes, on any device. After an error their values are undefined.
             progress: an object that is told how many bytes are done, such as ``zckpt.ProgressBar()``.
 
         Returns:

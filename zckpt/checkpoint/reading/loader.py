@@ -38,8 +38,7 @@ if TYPE_CHECKING:
 
 HOST = torch.device("cpu")
 PLANNED_PIECES = 1 << 16
-"""About how many pieces ``Loader.read`` plans at a time. The plan of a piece takes up to 400 bytes, and there
-are two plans in memory at a time."""
+"""About how many pieces ``Loader.read`` plans at a time. Each takes up to 400 bytes, in two plans at a time."""
 FIRST_TENSORS = 1 << 13
 """The most tensors that ``Loader.read`` plans before it reads the first of them. While it reads them, it plans up to
 twice as many, and so on. If the number were smaller, more threads of Python would wait for each other, and the disk
@@ -71,8 +70,7 @@ class _Wanted:
     copies: Ints
     """The number of the copy of each tensor that is read, or -1 if any copy will do."""
     targets: Callable[[slice], Sequence[torch.Tensor]]
-    """Returns the memory that some of the tensors go to. It may make this memory, so it is called once for each
-    tensor."""
+    """Returns, or makes, the memory that some of the tensors go to. It is called once for each tensor."""
 
     def take(self, numbers: slice) -> _Wanted:
         """Returns what is read of the tensors with these numbers."""
@@ -130,8 +128,7 @@ class Loader:
 
     @property
     def extra_state(self) -> frozenset[str]:
-        """The names of the tensors in the part ``buffer`` that modules had added to their ``state_dict`` by themselves.
-        Raises FormatError."""
+        """The names of the buffers that modules had added to their ``state_dict`` themselves. Raises FormatError."""
         engine = self.root.get("engine")
         extra = engine.get(EXTRA_STATE, []) if isinstance(engine, dict) else []
         if not isinstance(extra, list) or not all(isinstance(name, str) for name in extra):
@@ -162,9 +159,8 @@ class Loader:
         return value
 
     def _tree(self, packed: bytes, file: str, key: str | None = None) -> Any:
-        """Returns a tree with all tensors that it refers to. The tensors are read together, so their sizes are first
-        checked against the sizes of their files. With ``key``, returns only the value that the tree has under this
-        key."""
+        """Returns a tree, or with ``key`` the value that it has under this key, with all tensors that it refers to.
+        They are read together, so their sizes are first checked against those of their files."""
 
         def unpack(get: Callable[[int, str], object]) -> Any:
             value = tree.unpack(packed, get, file)
@@ -172,8 +168,7 @@ class Loader:
 
         infos = {info.name: info for info in _tensors_in(unpack(lambda ext, name: self.contents.state_info(name)))}
         self.contents.check_sizes(infos.values())
-        # torch.set_rng_state reads from the start of the storage of its tensor, so each tensor has a storage of its
-        # own.
+        # torch.set_rng_state reads from the start of its tensor's storage, so each tensor has one of its own.
         tensors = {name: torch.empty(info.shape, dtype=info.dtype, device="cpu") for name, info in infos.items()}
         if infos:
             self.load([*infos], [*infos.values()], existing=tensors)
@@ -232,8 +227,7 @@ class Loader:
 
         ``urgent``: the number of requests, at the beginning of ``requests``, that are urgent. They are read first, but
         what is in the page cache is read before what is on the disk. ``after_urgent`` is called once, as soon as the
-        targets of all urgent requests are filled. It may be called in any of the threads that do the work, and delays
-        this thread, so it should return soon.
+        targets of all urgent requests are filled. Any thread that does the work may call it, so it should return soon.
         """
         infos, spans, targets, copies = list[TensorInfo](), list[Span](), list[torch.Tensor](), list[int]()
         urgent_read = 0
@@ -263,8 +257,7 @@ class Loader:
         urgent: int = 0,
         after_urgent: Callable[[], None] = lambda: None,
     ) -> None:
-        """Plans the reads of one batch of tensors after the other, and carries them out. A batch is planned while the
-        one before it is read."""
+        """Plans and carries out the reads batch by batch. A batch is planned while the one before it is read."""
         verify = verifies(verify)
         batches, inference = list(self._batches(wanted, verify)), torch.is_inference_mode_enabled()
         plans: list[Callable[[], None]] = []

@@ -68,8 +68,7 @@ def is_path(value: object) -> bool:
 
 
 class PlainValues(Mapping[str, Any]):
-    """The plain values of a checkpoint by name, those of all ranks. What a single rank has written is read when it is
-    asked for."""
+    """The plain values of all ranks by name. What a single rank has written is read when it is asked for."""
 
     def __init__(self, checkpoint: Loader, rank: int | None = None) -> None:
         """``rank``: the rank whose own values are returned, of those of which each rank has its own. None means rank
@@ -176,8 +175,7 @@ def plan_load(checkpoint: Loader, state_dict: Mapping[Any, Any], *, strict: bool
 
 
 def check_fits(name: str, info: TensorInfo, tensor: torch.Tensor) -> None:
-    """Raises MismatchError or CastError if a tensor of a checkpoint has another shape than ``tensor``, or a dtype that
-    cannot be converted to its dtype."""
+    """Raises MismatchError if the shapes differ, and CastError if the dtype cannot be converted."""
     if tuple(tensor.shape) != info.shape:
         raise MismatchError(f"{name} is {list(info.shape)} in the checkpoint, {list(tensor.shape)} here", key=name)
     check_cast(info.dtype, tensor.dtype, name)
@@ -195,8 +193,7 @@ def _why_missing(name: str, leaf: Leaf, infos: Collection[str], values: Collecti
 def _hint(
     leaves: Mapping[str, Leaf], left: Sequence[str], infos: Collection[str], values: Collection[str]
 ) -> str | None:
-    """Returns a hint about the leaves that the checkpoint does not have. It may have them as the other kind, or without
-    the first key of their path."""
+    """Returns a hint about leaves that the checkpoint lacks, or has as the other kind or without their first key."""
     if any(name in infos or name in values for name in left):
         return (
             "have a tensor of this shape where the checkpoint has a tensor, and a plain value where it has one; "

@@ -53,8 +53,7 @@ class Spread(NamedTuple):
         return [file for file, ranks in self.holders.items() if not ranks]
 
     def opened(self, peers: Peers) -> tuple[Store, Contents]:
-        """Returns the directory of the checkpoint, and what it holds. Files of other machines are read from their
-        ranks."""
+        """Returns the directory of the checkpoint, and what it holds, of which ``peers`` read what is elsewhere."""
         disks = _disks(self.manifest)
         lost = {file: disks.get(file.rpartition("/")[0], ANOTHER) for file in self.missing}
         local, remote = self.store.reader(), PeerReader(peers, self.elsewhere, lost)
@@ -78,9 +77,8 @@ def find_spread(path: StrPath, ranks: Ranks) -> tuple[Spread | None, Callable[[]
 
 def look_for_spread(path: StrPath, ranks: Ranks) -> tuple[Spread | None, Callable[[], tuple[Store, Contents]]]:
     """Returns the checkpoint at ``path``, or that of the run at ``path``, if it was written with ``node_local``, and
-    None if no rank finds such a checkpoint. Also returns a function that returns the directory of the checkpoint that
-    this rank finds, and what it holds, or raises the error of ``find_and_open``. This is collective, and changes
-    nothing.
+    None if no rank finds such a checkpoint. Also returns a function that returns what ``find_and_open`` has returned on
+    this rank, or raises its error. This is collective, and changes nothing.
 
     If the ranks find different checkpoints, it is the one with the most steps. Some of its files may be missing. Raises
     RankError and StorageError.

@@ -30,11 +30,9 @@ class Caller(NamedTuple):
     call: str = "zckpt.restore"
     in_part: str = "strict=False"
     weights: str = "parts={parts} restores the weights alone"
-    """How the weights alone are restored. ``{parts}`` stands for the parts of the checkpoint that have weights and
-    buffers."""
+    """How the weights alone are restored. ``{parts}``: the checkpoint's parts with weights and buffers."""
     counters: str = ""
-    """How the counters are restored with the weights, but without the state of the optimizer. Empty if the function
-    cannot do this."""
+    """How the counters are restored with the weights alone. Empty if the function cannot do this."""
     settings: str = 'settings="engine"'
     """How the engine keeps its own settings."""
     scheduler: str = "state={trees}"
@@ -48,8 +46,7 @@ WITH_OPTIMIZER = (
 
 
 class Mismatch(NamedTuple):
-    """Why one tensor of the engine cannot be restored. ``kind`` is a key of ``KINDS``, and ``line`` is a line of
-    text."""
+    """Why a tensor of the engine cannot be restored: a key of ``KINDS``, and a line of text."""
 
     kind: str
     line: str
@@ -73,8 +70,7 @@ def told(lines: Sequence[str], what: str, total: int = 0) -> list[str]:
 
 
 def told_differences(differences: Mapping[str, Mismatch], keys: Collection[str]) -> list[str]:
-    """Returns the lines that describe ``differences``, which are given by key. ``keys`` has the keys of all tensors of
-    the engine."""
+    """Returns the lines that describe ``differences``. ``keys``: those of all tensors of the engine."""
     lines: list[str] = []
     for kind, what in KINDS.items():
         lines += told(
@@ -89,8 +85,7 @@ def told_differences(differences: Mapping[str, Mismatch], keys: Collection[str])
 
 
 def summary(what: str, keys: Sequence[str]) -> str:
-    """Returns a line that says how many tensors there are, to which parts they belong, and the first few of their
-    names."""
+    """Returns a line with the number of tensors, their parts, and the first few of their names."""
     if not keys:
         return f"0 {what}"
     parts = ", ".join(f"{count} of {part}" for part, count in Counter(map(part_of, keys)).items())
@@ -99,8 +94,7 @@ def summary(what: str, keys: Sequence[str]) -> str:
 
 
 def not_dealt_out(checkpoint: Loader, size: int, lost: Sequence[str]) -> str:
-    """Returns the warning that states of single ranks are given to no rank, because the number of ranks is another
-    one."""
+    """Returns the warning that no rank gets the states of single ranks, because the number of ranks is another one."""
     return (
         f"each of the {checkpoint.manifest.world_size} ranks that wrote {checkpoint.path} had values of its own "
         f"({', '.join(map(repr, lost))}). Now the number of ranks is {size}, and none gets any of them, so that a data "

@@ -80,8 +80,7 @@ class RestorePlan:
     restoring: Restoring
     client_state: dict[str, Any]
     rank_state: dict[str, Any] | None
-    """The ``client_rank_state`` of this rank, if it is read. It is None if the rank has none, and if the checkpoint was
-    written by another number of ranks."""
+    """The ``client_rank_state`` of this rank. None if there is none, it is not read, or the world size has changed."""
     problems: Sequence[str]
     hint: str | None
     """What the user can do about the problems."""
@@ -171,8 +170,7 @@ def plan_restore(
 
 
 def _check_sizes(checkpoint: Loader, matched: Match) -> None:
-    """Checks the lengths of the files that this rank reads. A thousand ranks have thousands of files, so not every rank
-    can look at all of them."""
+    """Checks the lengths of the files that this rank reads, because a thousand ranks cannot each look at all files."""
     read = [f for f in matched.filled if f.span.numel and f.name in matched.sources.get(f.part, ())]
     tensors = checkpoint.contents.tensors(matched.sources[f.part][f.name] for f in read)
     bounds = np.empty((len(read), 2), np.int64)
@@ -188,8 +186,7 @@ def _has_optimizer(paths: Iterable[Sequence[object]]) -> bool:
 
 
 def engine_state(checkpoint: Loader) -> Mapping[str, Any] | None:
-    """Returns the trees of the engine's non-tensor state. Returns None if a repair could not save them, or if the
-    checkpoint is not one of an engine."""
+    """Returns the trees of the engine's state, or None if a repair could not save them, or no engine had them."""
     engine, client_state = checkpoint.root.get("engine"), checkpoint.root.get(CLIENT_STATE)
     is_engine = isinstance(engine, dict) and STATE_DICT not in engine
     return engine if is_engine and isinstance(client_state, dict) else None

@@ -33,16 +33,15 @@ class Chosen(NamedTuple):
     """For each place, the directory that the checkpoint is in, or would be in. The nearest is the first."""
 
     def nearest(self) -> Store:
-        """Returns the nearest directory that has something of the checkpoint. Raises CheckpointNotFoundError if there
-        is none, and StorageError."""
+        """Returns the nearest directory with something of the checkpoint. Raises CheckpointNotFoundError and
+        StorageError."""
         store = next((store for store in map(open_store, self.paths) if _holds(store, self.save_id)), None)
         if store is None:
             raise CheckpointNotFoundError("the checkpoint that was chosen is not there any more", file=self.paths[0])
         return store
 
     def contents(self) -> Contents:
-        """Returns what the checkpoint holds. Raises CheckpointNotFoundError if no directory has its manifest, and the
-        errors of ``_overlay``."""
+        """Returns what the checkpoint holds. Raises CheckpointNotFoundError if no place has its manifest."""
         stores = [*map(open_store, self.paths)]
         for store in stores:
             with suppress(CheckpointNotFoundError, FormatError):
@@ -57,8 +56,7 @@ class Chosen(NamedTuple):
 
 
 def _holds(store: Store, save_id: str) -> bool:
-    """Returns whether a directory has files of the save with this id. Its manifest may be missing. Raises
-    StorageError."""
+    """Returns whether a directory has files of this save, of which the manifest may be missing. Raises StorageError."""
     if store.entry(names.data_dir(save_id)) is not None:
         return True
     with suppress(CheckpointNotFoundError, FormatError):  # A web server does not tell that there is a directory.
