@@ -384,7 +384,8 @@ def _finish(
         _give_up(write, upload)
         raise
     if upload is not None:
-        queue.uploads_of(upload.ranks).add(upload, latest=write.latest_in is not None)
+        upload.latest = write.latest_in is not None
+        queue.uploads_of(upload.ranks).add(upload)
     if write.lock is not None:
         write.lock.release()
         options, written = prepared.options, (agreed.run_id, agreed.save_id)

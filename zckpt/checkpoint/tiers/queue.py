@@ -55,11 +55,9 @@ class Uploads:
                 self._worker = worker
             self._expected[upload.save_id] = upload
 
-    def add(self, upload: Upload, *, latest: bool) -> None:
-        """Begins the upload, once no other is under way. ``latest``: whether the file ``latest`` names the checkpoint.
-        Raises nothing."""
+    def add(self, upload: Upload) -> None:
+        """Begins the upload, as soon as no other is under way. Raises nothing."""
         with self._changed:
-            upload.latest = latest
             self._expected.pop(upload.save_id, None)
             self._waiting.append(upload)
             self._changed.notify_all()
