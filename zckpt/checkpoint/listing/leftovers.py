@@ -151,13 +151,6 @@ def is_file(store: Store, name: str) -> bool:
     return True
 
 
-def named_files(manifest: Manifest) -> set[str]:
-    """Returns the paths of all files in the data directory that a manifest names."""
-    save_id, ranks = manifest.save_id, range(manifest.world_size)
-    tables = (names.digests_path(save_id, rank) for rank in ranks)
-    return {names.index_path(save_id), *tables, *map(manifest.path, manifest.files)}
-
-
 def left_alone(foreign: Sequence[object]) -> str:
     """Returns the warning about paths that were not removed because they are foreign."""
     return f"what is not zckpt's was not removed: {first_few(foreign, 3)}; move it elsewhere, or remove it yourself"
