@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -71,11 +71,22 @@ class _Wanted:
     """The number of the copy of each tensor that is read, or -1 if any copy will do."""
     targets: Callable[[slice], Sequence[torch.Tensor]]
     """Returns, or makes, the memory that some of the tensors go to. It is called once for each tensor."""
+    rank: int | None
+    """These are arguments of ``Loader.read``, like all that follow."""
+    verify: bool
+    advance: Callable[[int], None]
+    staging: StagingPool
+    urgent: int = 0
+    after_urgent: Callable[[], None] = lambda: None
 
     def take(self, numbers: slice) -> _Wanted:
         """Returns what is read of the tensors with these numbers."""
-        targets = self.targets(numbers)
-        return _Wanted(self.tensors[numbers], self.spans[numbers], self.copies[numbers], targets.__getitem__)
+        has_last_urgent = numbers.start < self.urgent <= numbers.stop
+        return replace(
+            self, tensors=self.tensors[numbers], spans=self.spans[numbers], copies=self.copies[numbers],
+            targets=self.targets(numbers).__getitem__, urgent=self.urgent - numbers.start if has_last_urgent else 0,
+            after_urgent=self.after_urgent if has_last_urgent else lambda: None,
+        )  # fmt: skip
 
 
 def _leaf(ext: int, tensor: torch.Tensor) -> object:
@@ -243,51 +254,40 @@ class Loader:
         staging = staging or self.staging(devices_of(targets))
         if not urgent_read:
             after_urgent()
-        wanted = _Wanted(self.contents.tensors(infos), spans, np.array(copies, np.int64), targets.__getitem__)
+        wanted = _Wanted(
+            self.contents.tensors(infos), spans, np.array(copies, np.int64), targets.__getitem__, rank,
+            verifies(verify), advance, staging, urgent_read, after_urgent,
+        )  # fmt: skip
         del infos, copies
-        self._read(wanted, rank, verify, advance, staging, urgent_read, after_urgent)
+        self._read(wanted)
 
-    def _read(
-        self,
-        wanted: _Wanted,
-        rank: int | None,
-        verify: bool | None,
-        advance: Callable[[int], None],
-        staging: StagingPool,
-        urgent: int = 0,
-        after_urgent: Callable[[], None] = lambda: None,
-    ) -> None:
+    def _read(self, wanted: _Wanted) -> None:
         """Plans and carries out the reads batch by batch. A batch is planned while the one before it is read."""
-        verify = verifies(verify)
-        batches, inference = list(self._batches(wanted, verify)), torch.is_inference_mode_enabled()
+        batches, inference = list(self._batches(wanted)), torch.is_inference_mode_enabled()
         plans: list[Callable[[], None]] = []
 
         def plan(batch: slice) -> None:
             with torch.inference_mode(inference):  # as in the thread of the caller, because targets are made here
-                is_last_urgent = batch.start < urgent <= batch.stop
-                urgent_of_batch = urgent - batch.start if is_last_urgent else 0
-                after = after_urgent if is_last_urgent else lambda: None
-                of_batch = wanted.take(batch)
-                plans.append(self._plan(of_batch, rank, verify, advance, staging, urgent_of_batch, after))
+                plans.append(self._plan(wanted.take(batch)))
 
         if not batches:
             return
         plan(batches[0])
-        with staging.kept() if len(batches) > 1 else nullcontext():
+        with wanted.staging.kept() if len(batches) > 1 else nullcontext():
             for following in batches[1:]:
                 with beside(partial(plan, following), "zckpt-plan") as start:
                     start()
                     plans.pop(0)()
             plans.pop()()
 
-    def _batches(self, wanted: _Wanted, verify: bool) -> Iterator[slice]:
+    def _batches(self, wanted: _Wanted) -> Iterator[slice]:
         """Yields the positions of the tensors that are planned together. Planning takes memory for each piece of a
         tensor, for each row of equally spaced runs, and for each range that is read by itself."""
         pieces = np.full(len(wanted.tensors), self.manifest.world_size)
         for number, (span, grid) in enumerate(zip(wanted.spans, wanted.tensors.grids, strict=True)):
             if not same_order(span.grid, grid):
                 pieces[number] += row_count(span, grid) - 1
-                if not verify:  # The most ranges that ``plan_reads`` does not read together.
+                if not wanted.verify:  # The most ranges that ``plan_reads`` does not read together.
                     pieces[number] += wanted.tensors[number].nbytes // SPACED_GAP_BYTES
         stops = np.cumsum(pieces)
         first, together = 0, FIRST_TENSORS
@@ -297,20 +297,11 @@ class Loader:
             yield slice(first, stop)
             first, together = stop, together * 2
 
-    def _plan(
-        self,
-        wanted: _Wanted,
-        rank: int | None,
-        verify: bool,
-        advance: Callable[[int], None],
-        staging: StagingPool,
-        urgent: int,
-        after_urgent: Callable[[], None],
-    ) -> Callable[[], None]:
+    def _plan(self, wanted: _Wanted) -> Callable[[], None]:
         """Plans the reads of a batch. Returns the function that carries them out and raises the errors of ``read``."""
-        tensors = wanted.tensors
+        tensors, verify = wanted.tensors, wanted.verify
         stored_ranges = piece_ranges(
-            self.contents.stored(tensors, wanted.copies, rank),
+            self.contents.stored(tensors, wanted.copies, wanted.rank),
             tensors.grids,
             map(RequestedSpan, itertools.count(), wanted.spans),
             tensors.item_bytes,
@@ -325,16 +316,17 @@ class Loader:
             data_starts=self.manifest.files.data_start,
             block_bytes=self.manifest.block_bytes,
             verify=verify,
-            batch_bytes=staging.batch_bytes,
+            batch_bytes=wanted.staging.batch_bytes,
             places=places_of(self.reader, targets, files),
-            urgent=urgent,
+            urgent=wanted.urgent,
             gap_bytes=self.contents.store.gap_bytes,
         )
         checks = self.contents.checks_beside(keys_of_files, verify=verify)
+        how = self.budget, wanted.staging, wanted.advance, wanted.after_urgent, checks
 
         def carry_out() -> None:
             try:
-                run_reads(self.reader, ops, files, targets, self.budget, staging, advance, after_urgent, checks)
+                run_reads(self.reader, ops, files, targets, *how)
             except FormatError:
                 for check in checks:  # A file that is too short, for example, explains what is wrong with its data.
                     check()
@@ -387,6 +379,7 @@ class Loader:
             made(unread)
             advance(sum(tensors.take(unread).nbytes.tolist()))
         whole = tensors.take(read)
-        wanted = _Wanted(whole, [*map(all_of, whole.shapes)], np.full(len(read), -1), lambda batch: made(read[batch]))
-        self._read(wanted, None, verify, advance, staging or self.staging(devices))
+        spans, copies = [*map(all_of, whole.shapes)], np.full(len(read), -1)
+        how = verifies(verify), advance, staging or self.staging(devices)
+        self._read(_Wanted(whole, spans, copies, lambda batch: made(read[batch]), None, *how))
         return {name: targets[number] for number, name in enumerate(names)}
