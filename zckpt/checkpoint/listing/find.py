@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from zckpt.format.manifest import Manifest
-    from zckpt.storage.contract import Entry, Reader, Store
+    from zckpt.storage.contract import Entry, Store
     from zckpt.storage.location import StrPath
 
 
@@ -117,23 +117,13 @@ def open_contents(store: Store) -> Contents:
     """Returns what the checkpoint in exactly this directory holds. Whoever calls it closes the reader of the result.
     Raises CheckpointNotFoundError, FormatError and StorageError."""
     reader = store.reader()
-    return Contents(_manifest(store, reader), reader, store)
+    return Contents(read_manifest(store, reader), reader, store)
 
 
 def manifest_of(store: Store) -> Manifest:
     """Returns the manifest in exactly this directory. Raises CheckpointNotFoundError, FormatError and StorageError."""
     with closing(store.reader()) as reader:
-        return _manifest(store, reader)
-
-
-def _manifest(store: Store, reader: Reader) -> Manifest:
-    try:
         return read_manifest(store, reader)
-    except FormatError as error:
-        # If the path of the directory is that of a file, some stores raise another error than MissingFileError.
-        if not isinstance(error, MissingFileError) and (error.rule != "F002" or store.entry(names.MANIFEST)):
-            raise
-        raise CheckpointNotFoundError("there is no manifest", file=str(store.location)) from None
 
 
 @contextmanager

@@ -57,8 +57,15 @@ NOTHING_CHANGED = "nothing was changed"
 
 
 def read_manifest(checkpoint: Store, reader: Reader) -> Manifest:
-    """Returns the manifest of a checkpoint, which ``reader`` reads. Raises FormatError and StorageError."""
-    return decode_manifest(checkpoint, manifest_bytes(reader))
+    """Returns the manifest of a checkpoint, which ``reader`` reads. Raises CheckpointNotFoundError, FormatError and
+    StorageError."""
+    try:
+        return decode_manifest(checkpoint, manifest_bytes(reader))
+    except FormatError as error:
+        # If the path of the directory is that of a file, some stores raise another error than MissingFileError.
+        if not isinstance(error, MissingFileError) and (error.rule != "F002" or checkpoint.entry(names.MANIFEST)):
+            raise
+        raise CheckpointNotFoundError("there is no manifest", file=str(checkpoint.location)) from None
 
 
 def manifest_bytes(reader: Reader) -> bytes:
