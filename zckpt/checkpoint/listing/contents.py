@@ -41,9 +41,6 @@ if TYPE_CHECKING:
     from zckpt.geometry import Grid, Ints
     from zckpt.storage.contract import Reader, Store
 
-    CopyNumbers = Sequence[int | None] | Ints
-    """The number of a copy of each of several tensors, or None where any will do. In a column, None is -1."""
-
 
 KEPT_PIECES = 1 << 22
 """The most pieces of the index that ``Contents`` keeps in memory. They take 224 MiB."""
@@ -362,10 +359,10 @@ class Contents(Mapping[str, TensorInfo]):
         """Returns the grid of a tensor. Its pieces are in the order of this grid."""
         return self.manifest.grid(*info._place)
 
-    def stored(self, infos: Sequence[TensorInfo], copies: CopyNumbers, rank: int | None) -> StoredPieces:
-        """Returns the pieces of one copy of each tensor: that of ``copies``, or, where this is None, the one that suits
+    def stored(self, infos: Sequence[TensorInfo], copies: Sequence[int] | Ints, rank: int | None) -> StoredPieces:
+        """Returns the pieces of one copy of each tensor: that of ``copies``, or, where this is -1, the one that suits
         ``rank`` best."""
-        tensors, asked = self.tensors(infos), _numbers_of(copies)
+        tensors, asked = self.tensors(infos), np.asarray(copies, np.int64)
         chunks = self._chunks_of(tensors.part_id, tensors.row)
         of_chunks: list[StoredPieces] = []
         for part_id, chunk in sorted(set(zip(tensors.part_id.tolist(), chunks.tolist(), strict=True))):
@@ -380,11 +377,11 @@ class Contents(Mapping[str, TensorInfo]):
         stored = StoredPieces.concatenated(of_chunks)
         return stored.take(np.argsort(stored.tensor, kind="stable"))
 
-    def stored_each(self, infos: Sequence[TensorInfo], copies: CopyNumbers) -> Iterator[StoredPieces]:
+    def stored_each(self, infos: Sequence[TensorInfo], copies: Sequence[int] | Ints) -> Iterator[StoredPieces]:
         """Yields for each tensor what ``stored`` returns for it alone. It looks at as many tensors at a time as have
         ``LISTED_PIECES`` pieces if each rank has one of each: this is far quicker than to look at each tensor, and the
         pieces of all tensors are never in memory."""
-        for group, stored in self._stored_together(self.tensors(infos), _numbers_of(copies)):
+        for group, stored in self._stored_together(self.tensors(infos), np.asarray(copies, np.int64)):
             yield from stored.split(len(infos[group]))
 
     def _stored_together(self, tensors: Tensors, copies: Ints) -> Iterator[tuple[slice, StoredPieces]]:
@@ -444,7 +441,7 @@ class Contents(Mapping[str, TensorInfo]):
         infos: Iterable[TensorInfo],
         unmeasured_bytes: int = 0,
         bounds: NDArray[np.int64] | None = None,
-        copies: CopyNumbers | None = None,
+        copies: Sequence[int] | Ints | None = None,
     ) -> Ints:
         """Checks the data files that have pieces of one copy of each of ``infos``. Raises FormatError (F001 to F003)
         unless they exist and are as long as the manifest says, and (I007) if these pieces together have more bytes than
@@ -457,7 +454,7 @@ class Contents(Mapping[str, TensorInfo]):
         only the lengths of the files with these elements, and with those between them, are checked. ``copies``: as for
         ``stored``. None means that any copies will do."""
         given = self.tensors(infos)
-        asked = np.full(len(given), -1) if copies is None else _numbers_of(copies)
+        asked = np.full(len(given), -1) if copies is None else np.asarray(copies, np.int64)
         # A tensor may be given under several keys.
         place = (given.part_id * NAMES_MAX + given.row) * (WORLD_SIZE_MAX + 1) + asked
         _, first_of, number = np.unique(place, return_index=True, return_inverse=True)
@@ -547,13 +544,6 @@ class Contents(Mapping[str, TensorInfo]):
         file = self.manifest.files[number]
         self.check_length(number)
         return read_header(self.reader, self.manifest.path(file), file.data_start)
-
-
-def _numbers_of(copies: CopyNumbers) -> Ints:
-    """Returns ``copies`` as a column."""
-    if isinstance(copies, np.ndarray):
-        return copies
-    return np.array([-1 if copy is None else copy for copy in copies], np.int64)
 
 
 def read_header(reader: Reader, path: str, expected_bytes: int | None = None) -> bytes:

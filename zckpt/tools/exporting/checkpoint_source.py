@@ -79,7 +79,7 @@ class CheckpointFiller:
         if self._checkpoint.contents.grid(info) != span.grid:  # Its blocks have other elements in between.
             return span.stop
         if source not in self._starts:
-            self._starts[source] = self._checkpoint.contents.stored([info], [self._copies.get(source)], None).start
+            self._starts[source] = self._checkpoint.contents.stored([info], [self._copies.get(source, -1)], None).start
         block_items = self._checkpoint.manifest.block_bytes // info.item_bytes
         return block_end(span.start, span.stop, self._starts[source], block_items)
 
