@@ -373,10 +373,9 @@ def _compare_problems(reports: Sequence[Sequence[str]]) -> tuple[tuple[int, str]
 
 
 def _mismatch(plan: RestorePlan, first: tuple[int, str], same_as: int | None, ranks: Ranks) -> Exception:
-    """Returns the error that this rank raises if any rank has found problems. If several ranks have the same problems,
-    the first of them lists them, and the others only name that rank. Otherwise a thousand ranks would print the same
-    list a thousand times. ``first``: the first rank with problems, and its problems. ``same_as``: the first rank with
-    the problems of this one, or None if this one has none."""
+    """Returns the error that this rank raises if any rank has found problems. If several ranks have the same ones, only
+    the first of them lists them, so that a thousand ranks do not print one list a thousand times. ``first``: the first
+    rank with problems, and its problems. ``same_as``: the first rank with the problems of this one, if it has any."""
     message = "the checkpoint does not fit the engine; nothing was changed"
     if same_as == ranks.rank:
         listed = "\n  ".join(plan.problems)
@@ -390,8 +389,7 @@ def _mismatch(plan: RestorePlan, first: tuple[int, str], same_as: int | None, ra
 
 @without_collector
 def _change(plan: RestorePlan, rank: int | None, request: Request) -> None:
-    """Does all that this rank can do alone to restore the engine. ``rank`` is the number of this rank if the checkpoint
-    was written by the same number of ranks, and None otherwise."""
+    """Does what this rank can do alone. ``rank``: its number, or None if the writer had another number of ranks."""
     try:
         _fill(plan, rank, request)
         plan.restoring.set_state()

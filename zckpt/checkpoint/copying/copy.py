@@ -92,8 +92,7 @@ class Copy:
         return first.begin(lock)
 
     def write(self) -> list[tuple[int, bytes]]:
-        """Writes the files of this process and makes them durable. Returns the number of each rank whose digest table
-        it has written, and the digest of this table."""
+        """Writes this process's files durably. Returns each rank whose digest table it has written, with its digest."""
         if self.tries is not None and self.tries.count > 1:
             self._remove_unfinished(self.tries)
         copied, digests = self.copied, []

@@ -102,8 +102,7 @@ class Contents(Mapping[str, TensorInfo]):
                     yield f"{part.name}/{self.manifest.names[name]}"
 
     def of_part(self, part: str) -> Tensors:
-        """Returns the tensors of a part, of which there are none if the checkpoint does not have it. It looks for no
-        name, which takes most of the time that it takes to find a key."""
+        """Returns the tensors of a part, or none if there is no such part, without a look at their names."""
         part_id = self.manifest.part_ids.get(part, -1)
         rows = np.arange(0 if part_id < 0 else len(self.manifest.parts[part_id].name_ids))
         return Tensors(self, np.full(len(rows), part_id), rows)
@@ -378,9 +377,8 @@ class Contents(Mapping[str, TensorInfo]):
         return stored.take(np.argsort(stored.tensor, kind="stable"))
 
     def stored_each(self, infos: Sequence[TensorInfo], copies: Sequence[int] | Ints) -> Iterator[StoredPieces]:
-        """Yields for each tensor what ``stored`` returns for it alone. It looks at as many tensors at a time as have
-        ``LISTED_PIECES`` pieces if each rank has one of each: this is far quicker than to look at each tensor, and the
-        pieces of all tensors are never in memory."""
+        """Yields for each tensor what ``stored`` returns for it alone. It looks at tensors of about ``LISTED_PIECES``
+        pieces at a time, which is far quicker than one by one and takes little memory."""
         for group, stored in self._stored_together(self.tensors(infos), np.asarray(copies, np.int64)):
             yield from stored.split(len(infos[group]))
 

@@ -103,8 +103,7 @@ def _find(path: StrPath, look: Callable[[Store], T | None]) -> tuple[Store, T]:
 
 
 def _newer_of_trainer(run: Store, entries: Sequence[Entry], checkpoint: Store) -> Store | None:
-    """Returns the newest checkpoint in the directories ``checkpoint-<N>`` of a Trainer, if it has more steps than
-    ``checkpoint``. ``entries`` are those of the run."""
+    """Returns the newest checkpoint in a Trainer's ``checkpoint-<N>`` if it has more steps than ``checkpoint``."""
     of_trainer = [entry.path for entry in entries if entry.is_directory and is_of_trainer(entry.path)]
     for name in sorted(of_trainer, key=lambda name: int(name.rpartition("-")[2]), reverse=True):
         with suppress(ZckptError):

@@ -371,8 +371,7 @@ def what_is_whole(checkpoint: Store, *, here: bool = False) -> str:
 
 
 def nothing_at(store: Store) -> CheckpointNotFoundError:
-    """Returns the error for a path at which there is no directory. It names the checkpoints of the run that the path
-    would be in, or a directory with a similar name."""
+    """Returns the error for a path without a directory. It names the run's checkpoints or a similar directory."""
     what = "the path is a file" if store.entry("") is not None else "the path does not exist"
     run = store.parent
     if is_of_trainer(run.location.name):
@@ -407,8 +406,7 @@ def not_a_checkpoint(store: Store, entries: Sequence[str], message: str) -> Chec
 
 
 def what_is_here(run: Store) -> str:
-    """Returns the hint of an error that says that ``run`` is not a checkpoint. It names the checkpoints or the runs
-    that are in this directory, and says what to do."""
+    """Returns the hint of an error that ``run`` is no checkpoint: which checkpoints or runs it has, and what to do."""
     ours = ours_in(run)
     if ours:
         return ours

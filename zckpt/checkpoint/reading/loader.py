@@ -228,8 +228,7 @@ class Loader:
         urgent: int = 0,
         after_urgent: Callable[[], None] = lambda: None,
     ) -> None:
-        """Fills the target of every request. All tensor data is read by this method. Nothing is read for a target on
-        the device "meta". Raises the errors of ``Checkpoint.load``.
+        """Fills the target of each request, except on the device "meta". Raises the errors of ``Checkpoint.load``.
 
         ``rank``: the rank whose copy is read if a tensor has several copies and ``rank`` alone has one of them.
         Otherwise, and with None, the first copy is read. ``verify``: as for ``Checkpoint.load``. ``advance`` is called

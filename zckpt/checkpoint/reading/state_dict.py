@@ -38,8 +38,7 @@ def tensors_by_name(checkpoint: Loader) -> dict[str, TensorInfo]:
 
 
 def paths_of(checkpoint: Loader) -> dict[str, tuple[str | int, ...]]:
-    """Returns the path of each leaf of the state dict that was written, by its name. It is empty if the checkpoint is
-    not one of a state dict. Raises FormatError."""
+    """Returns the path of each leaf of the written state dict, if it was one, by its name. Raises FormatError."""
     paths = [*_unpacked_paths(_tree(checkpoint).get(PATHS, []))]
     if not all(map(is_path, paths)):
         raise FormatError(f"state: {STATE_DICT}.{PATHS} is not a list of paths", file=checkpoint.path)
@@ -71,8 +70,7 @@ class PlainValues(Mapping[str, Any]):
     """The plain values of all ranks by name. What a single rank has written is read when it is asked for."""
 
     def __init__(self, checkpoint: Loader, rank: int | None = None) -> None:
-        """``rank``: the rank whose own values are returned, of those of which each rank has its own. None means rank
-        0, or the first rank that has such a value."""
+        """``rank``: the rank whose own values are returned. None means rank 0, or the first rank that has a value."""
         self._common = _map(checkpoint.root.get(CLIENT_STATE, {}), CLIENT_STATE, checkpoint)
         self._ranks = _map(_tree(checkpoint).get(RANKS, {}), f"{STATE_DICT}.{RANKS}", checkpoint)
         self._own, self._streams = (_names(_tree(checkpoint).get(key)) for key in (OWN, STREAMS))

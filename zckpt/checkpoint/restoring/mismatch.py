@@ -121,8 +121,7 @@ def fits_in_part(checkpoint: Loader, matched: Match, trees: Collection[str]) -> 
 
 
 def leaves_out(checkpoint: Loader, weights: Sequence[str], caller: Caller) -> tuple[list[str], str]:
-    """Returns the problem and the hint for a checkpoint that leaves out what a training needs to go on. ``weights``: as
-    for ``hint``. Looks for a checkpoint of the run that does not."""
+    """Returns the problem and the hint for a checkpoint without what a training needs. ``weights``: as for ``hint``."""
     full = newest_to_resume(open_store(checkpoint.path), checkpoint.contents.lineage)
     resume = f"resume from {full}, the newest one that holds all" if full else "no other one of the run holds all"
     problem = (
@@ -142,9 +141,8 @@ def hint(
     saved: object,
     caller: Caller,
 ) -> str | None:
-    """Returns the hint for the problems, if there is one. What it says has been tried, as far as that can be done
-    without reading a tensor. ``weights`` has the parts of the checkpoint that have weights and buffers. The other
-    arguments are the variables of ``plan_restore``."""
+    """Returns the hint for the problems, if there is one. What it says has been tried, as far as it can be without
+    reading a tensor. ``weights``: the parts with weights and buffers. The others are variables of ``plan_restore``."""
     if matched.restores_nothing:
         return (
             "no weight at all would be restored: make the engine of the model that was saved, or copy the weights "
