@@ -117,19 +117,14 @@ class Copy:
             }
         if self.tries is None:
             return rank_write.write_data_files(Snapshot())
-        self._write_each(rank, files, self.tries)
+        for data_file in files.data_files:  # one by one, so that the next try need not write again what is whole
+            if data_file.id.path not in self.tries.written:
+                of_file = self._rank_write(rank, [data_file], files.source)
+                of_file.with_table = False
+                of_file.write_data_files(self.tries.snapshot)
+                self.tries.written.add(data_file.id.path)
         rank_write.data_files = ()
         return rank_write.write_data_files(self.tries.snapshot)
-
-    def _write_each(self, rank: int, files: RankFiles, tries: Tries) -> None:
-        """Writes those files of a rank that no earlier try has written, one by one, so that the next try skips them."""
-        for data_file in files.data_files:
-            path = data_file.id.path
-            if path not in tries.written:
-                rank_write = self._rank_write(rank, [data_file], files.source)
-                rank_write.with_table = False
-                rank_write.write_data_files(tries.snapshot)
-                tries.written.add(path)
 
     def _remove_unfinished(self, tries: Tries) -> None:
         """Removes the files that an earlier try has not finished, and forgets those that somebody has removed."""
