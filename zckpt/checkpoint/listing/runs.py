@@ -336,10 +336,14 @@ def if_whole(checkpoint: Store) -> Contents | None:
 
 def check_lengths(contents: Contents, *, everywhere: bool = False) -> None:
     """Raises FormatError (F001 to F003, D001, I001) unless every file of the manifest is there and has its length. If
-    each machine has its own ranks' files, one machine is enough, unless ``everywhere`` is true. Reads no data."""
-    manifest, ranks = contents.manifest, ranks_here(contents)
-    if everywhere:
-        ranks = set(range(manifest.world_size))
+    each machine has its own ranks' files, those of the machines of which something is here are enough, unless
+    ``everywhere`` is true. Reads no data."""
+    manifest, here = contents.manifest, set[int]()
+    for machine in contents.machines:
+        with suppress(MissingFileError):
+            contents.reader.size(names.digests_path(manifest.save_id, machine.ranks[0]))
+            here.update(machine.ranks)
+    ranks = here if here and not everywhere else set(range(manifest.world_size))
     contents.check_lengths({number: None for number, rank in enumerate(manifest.files.rank) if rank in ranks})
     for rank in sorted(ranks):
         path = names.digests_path(manifest.save_id, rank)
@@ -347,18 +351,6 @@ def check_lengths(contents: Contents, *, everywhere: bool = False) -> None:
         if nbytes < contents.digest_counts[rank] * DIGEST_BYTES:
             raise broken("D001", f"the table is {nbytes} bytes long", file=path)
     contents.check_index_length()
-
-
-def ranks_here(contents: Contents) -> set[int]:
-    """Returns the ranks whose files have to be in the directory of a checkpoint: all ranks, or, if each machine has the
-    files of its own ranks, those of each machine of which something is here. Raises FormatError and StorageError."""
-    manifest = contents.manifest
-    here: set[int] = set()
-    for machine in contents.machines:
-        with suppress(MissingFileError):
-            contents.reader.size(names.digests_path(manifest.save_id, machine.ranks[0]))
-            here.update(machine.ranks)
-    return here or set(range(manifest.world_size))
 
 
 def what_is_whole(checkpoint: Store, *, here: bool = False) -> str:

@@ -25,7 +25,7 @@ from zckpt.geometry import same_order
 from zckpt.plan.inventory import MASTER, WEIGHT_PARTS
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from zckpt.checkpoint.reading.loader import Loader
     from zckpt.engines.contract import EngineAdapter, Restoring
@@ -162,7 +162,9 @@ def plan_restore(
             warnings += fits_in_part(checkpoint, matched, trees)
     weights = [part for part in names if part in WEIGHT_PARTS]
     what_to_do = hint(adapter, selection, matched, weights, misfits, roles, against, saved, request.caller)
-    if what_to_do and _has_optimizer(paths_of(checkpoint).values()):
+    if what_to_do and any(
+        str(key).startswith("param_groups") for path in paths_of(checkpoint).values() for key in path
+    ):  # It is a state dict with the state of an optimizer.
         what_to_do += WITH_OPTIMIZER
     if checkpoint.contents.left_out and "optimizer" in trees and (request.strict or request.all_moments):
         problems, what_to_do = leaves_out(checkpoint, weights, request.caller)
@@ -178,11 +180,6 @@ def _check_sizes(checkpoint: Loader, matched: Match) -> None:
         grid, start, stop = f.span
         bounds[number] = (start, stop) if same_order(grid, stored) else (0, grid.numel)
     checkpoint.contents.check_sizes(tensors, bounds=bounds)
-
-
-def _has_optimizer(paths: Iterable[Sequence[object]]) -> bool:
-    """Returns whether a state dict with leaves at these paths has the state of an optimizer."""
-    return any(str(key).startswith("param_groups") for path in paths for key in path)
 
 
 def engine_state(checkpoint: Loader) -> Mapping[str, Any] | None:
