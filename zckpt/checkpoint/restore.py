@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
@@ -40,18 +40,15 @@ from zckpt.storage.location import Location, StrPath
 from zckpt.storage.schemes import open_store
 from zckpt.system.collector import without_collector
 from zckpt.system.threads import beside
-from zckpt.transfer.budget import verifies
+from zckpt.transfer.budget import Budget, verifies
 from zckpt.transfer.devices import check_device, synchronize
 from zckpt.transfer.memory import check_fragments, check_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-
     from zckpt.checkpoint.listing.contents import Contents
     from zckpt.checkpoint.listing.tensors import TensorInfo
     from zckpt.plan.inventory import Fragment
     from zckpt.storage.contract import Store
-    from zckpt.transfer.budget import Budget
 
     Place = StrPath | Sequence[StrPath] | Chosen
     """What is restored: a path, several places, or a checkpoint that was chosen from several places."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
-from zckpt.checkpoint.copying.files import TABLE
+from zckpt.checkpoint.copying.files import TABLE, Copied, RankFiles
 from zckpt.checkpoint.listing.runs import refuse_place
 from zckpt.checkpoint.writing.rank_write import RankWrite
 from zckpt.checkpoint.writing.reuse import SameFile
@@ -19,7 +19,6 @@ from zckpt.version import __version__
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
-    from zckpt.checkpoint.copying.files import Copied, RankFiles
     from zckpt.checkpoint.writing.options import WriteOptions
     from zckpt.plan.data_files import DataFilePlan
     from zckpt.storage.contract import Store

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ from zckpt.format.dtypes import DTYPES
 from zckpt.format.limits import DIGEST_TABLE_BYTES_MAX, NAMES_MAX, TREE_BYTES_MAX, WORLD_SIZE_MAX
 from zckpt.format.names import Tier
 from zckpt.format.rules import broken
-from zckpt.geometry import ragged
+from zckpt.geometry import Grid, ragged
 from zckpt.plan.catalog import run_id_of, tensor_counts
 from zckpt.plan.inventory import STATE
 from zckpt.plan.lineage import Lineage, judged, lineage_of
@@ -32,13 +32,11 @@ from zckpt.plan.reshard import FilePieces, StoredPieces, choose_copies
 from zckpt.plan.select import Keys, nearest, select, several
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-
     from numpy.typing import NDArray
 
     from zckpt.format.index import Piece, Rows
     from zckpt.format.manifest import File, Manifest
-    from zckpt.geometry import Grid, Ints
+    from zckpt.geometry import Ints
     from zckpt.storage.contract import Reader, Store
 
 

@@ -19,14 +19,13 @@ from zckpt.errors import CheckpointExistsError, CheckpointNotFoundError, FormatE
 from zckpt.format import manifest as manifest_format
 from zckpt.format import names
 from zckpt.format.limits import MANIFEST_BYTES_MAX
-from zckpt.plan.machines import machines_in
+from zckpt.plan.machines import Machine, machines_in
 from zckpt.storage.lock import is_alive, read_lock
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from zckpt.format.manifest import Manifest
-    from zckpt.plan.machines import Machine
     from zckpt.ranks.collectives import Ranks
     from zckpt.storage.contract import Store
 

@@ -28,7 +28,7 @@ from zckpt.format.digest import DIGEST_BYTES
 from zckpt.format.limits import LATEST_BYTES_MAX, MANIFEST_BYTES_MAX
 from zckpt.format.rules import broken
 from zckpt.plan.lineage import Lineage, Use
-from zckpt.storage.location import Location
+from zckpt.storage.location import Location, StrPath
 from zckpt.storage.schemes import open_store
 
 if TYPE_CHECKING:
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
     from zckpt.format.manifest import Manifest
     from zckpt.storage.contract import Reader, Store
-    from zckpt.storage.location import StrPath
 
 DEPTH_MAX = 4
 """A checkpoint that nothing names is found if its path in the run has at most this many components."""

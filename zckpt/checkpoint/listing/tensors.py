@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, overload
@@ -13,8 +13,6 @@ import numpy as np
 from zckpt.format.dtypes import DTYPES, ITEM_BYTES, ITEM_BYTES_BY_ID, TORCH_NAMES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     import torch
     from numpy.typing import NDArray
 

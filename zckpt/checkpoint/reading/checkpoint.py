@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zckpt.checkpoint.listing.tensors import TensorInfo
-from zckpt.checkpoint.reading.loader import ReadRequest
+from zckpt.checkpoint.reading.loader import Loader, ReadRequest
 from zckpt.checkpoint.reading.state_dict import PlainValues, own_rank, plan_load
 from zckpt.checkpoint.reading.targets import check_casts, check_target, empty_tensors
 from zckpt.errors import MismatchError, check_flags, count
@@ -22,7 +22,6 @@ from zckpt.transfer.memory import check_memory
 from zckpt.transfer.torch_dtypes import dtype_of
 
 if TYPE_CHECKING:
-    from zckpt.checkpoint.reading.loader import Loader
     from zckpt.plan.select import Keys
     from zckpt.storage.contract import IOCount
 

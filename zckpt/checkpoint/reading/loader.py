@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from zckpt.checkpoint.listing.tensors import TensorInfo
+from zckpt.checkpoint.listing.tensors import TensorInfo, Tensors
 from zckpt.checkpoint.reading.targets import check_casts, empty_tensors, refuse_overlaps
 from zckpt.errors import FormatError
 from zckpt.format import names, tree
@@ -30,10 +30,8 @@ from zckpt.transfer.staging import StagingPool, pool_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-    from contextlib import AbstractContextManager
 
     from zckpt.checkpoint.listing.contents import Contents
-    from zckpt.checkpoint.listing.tensors import Tensors
     from zckpt.geometry import Ints
 
 HOST = torch.device("cpu")

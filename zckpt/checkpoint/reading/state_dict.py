@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
 from zckpt.engines.group import rank_group_of
-from zckpt.engines.state_dict.flat import OWN, PATHS, RANKS, STATE_DICT, STREAMS, held_span, leaves_of, name_of
+from zckpt.engines.state_dict.flat import OWN, PATHS, RANKS, STATE_DICT, STREAMS, Leaf, held_span, leaves_of, name_of
 from zckpt.engines.tensors import local_of
 from zckpt.errors import CastError, FormatError, MismatchError
 from zckpt.format.names import CLIENT_RANK_STATE, CLIENT_STATE
@@ -16,13 +16,10 @@ from zckpt.plan.select import nearest
 from zckpt.transfer.memory import check_cast, check_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
-
     import torch
 
     from zckpt.checkpoint.listing.tensors import TensorInfo
     from zckpt.checkpoint.reading.loader import Loader
-    from zckpt.engines.state_dict.flat import Leaf
     from zckpt.geometry import Span
 
 _INDICES = range(1 << 20)

@@ -13,7 +13,7 @@ from zckpt.checkpoint.listing.doubt import settle
 from zckpt.checkpoint.listing.files import files_in, lengths
 from zckpt.checkpoint.listing.find import find_and_open, manifest_of
 from zckpt.checkpoint.listing.runs import COMPARED_MAX, decode_manifest, directories, manifest_bytes, run_of
-from zckpt.checkpoint.restoring.peers import PeerReader
+from zckpt.checkpoint.restoring.peers import PeerReader, Peers
 from zckpt.errors import FormatError, ZckptError, first_few
 from zckpt.format import names
 from zckpt.format.rules import broken
@@ -24,7 +24,6 @@ from zckpt.storage.schemes import open_store
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from zckpt.checkpoint.restoring.peers import Peers
     from zckpt.format.manifest import Manifest
     from zckpt.ranks.collectives import Ranks
     from zckpt.storage.contract import Store

@@ -11,24 +11,22 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 
 from zckpt.errors import RankError, StorageError, ZckptError
 from zckpt.format.rules import broken
 from zckpt.ranks.collectives import FILES, Ranks
-from zckpt.storage.contract import IOCount
+from zckpt.storage.contract import IOCount, Reader
 from zckpt.system.threads import Worker
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from typing import Self
 
     import torch.distributed as dist
 
     from zckpt.storage.buffers import Bytes
-    from zckpt.storage.contract import Reader
 
 REQUEST_BYTES = 4 << 20
 """The most bytes of one request. Longer reads are cut."""

@@ -18,7 +18,7 @@ from zckpt.checkpoint.restoring.mismatch import (
     not_dealt_out,
     told,
 )
-from zckpt.engines.contract import Selection
+from zckpt.engines.contract import EngineAdapter, Restoring, Selection
 from zckpt.engines.state_dict.flat import STATE_DICT
 from zckpt.format.names import CLIENT_STATE
 from zckpt.geometry import same_order
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
     from zckpt.checkpoint.reading.loader import Loader
-    from zckpt.engines.contract import EngineAdapter, Restoring
     from zckpt.progress import Progress
     from zckpt.transfer.budget import Budget
 

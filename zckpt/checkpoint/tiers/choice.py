@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, suppress
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -13,16 +13,13 @@ from zckpt.checkpoint.listing.runs import check_lengths, directories
 from zckpt.errors import CheckpointNotFoundError, FormatError, MissingFileError, StorageError, ZckptError, warn
 from zckpt.format import names
 from zckpt.plan.lineage import Use
-from zckpt.storage.location import Location
+from zckpt.storage.location import Location, StrPath
 from zckpt.storage.overlay import OverlayReader
 from zckpt.storage.schemes import open_store
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
     from zckpt.format.manifest import Manifest
     from zckpt.storage.contract import Reader, Store
-    from zckpt.storage.location import StrPath
 
 
 class Chosen(NamedTuple):

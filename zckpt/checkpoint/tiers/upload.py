@@ -16,7 +16,7 @@ from zckpt.checkpoint.writing.options import WriteOptions
 from zckpt.checkpoint.writing.rank_write import join
 from zckpt.errors import CheckpointNotFoundError
 from zckpt.format import names
-from zckpt.storage.location import Location
+from zckpt.storage.location import Location, StrPath
 from zckpt.storage.lock import WriteLock
 from zckpt.storage.schemes import open_store
 
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     from zckpt.ranks.collectives import Ranks
     from zckpt.storage.contract import Reader
-    from zckpt.storage.location import StrPath
     from zckpt.transfer.budget import Budget
 
 _ONE_SAVE = re.compile(r"checkpoint[-_][0-9]+|.+\.ckpt", re.ASCII)
