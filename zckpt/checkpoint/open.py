@@ -32,8 +32,7 @@ def open(  # noqa: A001  like the builtin, on purpose
         path: the directory of a checkpoint, or that of a run, whose file ``latest`` names the checkpoint. Or several
             of these, the nearest first, which together have the checkpoint. Each file is read from the first directory
             in which it has the right length. If they have several checkpoints, that of ``zckpt.restore`` is opened.
-        budget: the memory, the threads and the kind of I/O of all later reads. None means
-            ``Budget.from_environment()``.
+        budget: the memory, threads and kind of I/O of all later reads. None means ``Budget.from_environment()``.
         cache: a directory of a local disk, in which the bytes that are read are kept. All processes of this machine may
             share it, at the same time and later, and read each block of 4 MiB from the store once. It takes at most
             half of the space that its disk would have free without it, and can be removed at any time. It is of use for

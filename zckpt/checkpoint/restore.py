@@ -83,8 +83,7 @@ class Restored(dict[str, Any]):
         self.restored = restored
         """The tensors of the engine that have the values of the checkpoint now."""
         self.kept = kept
-        """The tensors of the engine that should have been restored, but keep their former values, because the
-        checkpoint does not have them in the right shape."""
+        """The tensors of the engine that keep their values, because the checkpoint has none of this name and shape."""
         self.unexpected = unexpected
         """The tensors of the checkpoint that were not read, because the engine has none of this name and shape."""
         self.converted = converted
@@ -153,14 +152,12 @@ def restore(
 
     The world size, the ZeRO stage and the offload may differ from those of the writer. Everything that can be known
     without reading tensors is checked before the engine is changed. If one rank fails, every rank raises an error: its
-    own, or a RankError that names the rank. If a FormatError or StorageError comes after the engine was changed, its
-    hint says so.
+    own, or a RankError that names the rank. If the engine was changed before, the error's hint says so.
 
     Weights in the dtype that the model computes with are derived from the restored master weights. Objects that are
     registered with the engine (``zckpt.register``) get their states last, unless ``parts`` is given. Gradients of the
     engine that no optimizer step has used yet are dropped, because they belong to the former weights. States that
-    ``zckpt.offload`` has moved to disk are brought back first. If some of them are lost, they have to be among the
-    restored tensors.
+    ``zckpt.offload`` has moved to disk come back first; lost ones have to be among the restored tensors.
 
     Parameters that were frozen and are trained now, or the reverse, can be restored with ``strict=False``. Then
     ``master`` is converted from ``param``, and ``param`` from ``master``. If a weight is restored and the checkpoint
@@ -180,27 +177,23 @@ def restore(
             places, the nearest first, such as ``["/nvme/run", "s3://bucket/run"]``. Then rank 0 chooses the checkpoint
             with the most steps among those that the files ``latest`` name, if all of its files are in the places. If
             none of them is whole, it chooses the one with the most steps that is whole among all checkpoints of the
-            same training runs from which training can go on. Each file is read from the first place in which it has
-            the right length. A warning says which checkpoint or place was left out, and why, such as a place that
-            cannot be reached.
-        parts: the name of a part of the state, or several names, such as ``["master"]`` for a warm start. None means
-            all parts that the engine has.
+            same training runs from which training can go on. Each file is read from the first place in which it has the
+            right length. A warning says which checkpoint or place was left out, and why.
+        parts: one or several parts of the state, such as ``["master"]`` for a warm start. None means all of the engine.
         strict: whether the checkpoint and the engine must have the same tensors. With False, tensors that are missing,
             unexpected or of another shape are left out, and the engine keeps its own values of them. A warning says how
             many they are, and the result names them. If weights are to be restored, at least one of them has to fit. A
             param group that the checkpoint does not have keeps its settings, and its entries in the scheduler.
         state: the names of the trees of non-tensor state that are restored: "counters", "optimizer", "scaler",
             "scheduler". None means all of them, or none if ``parts`` is given.
-        rng: whether the random number generators of every rank are restored too, which needs the world size of the
-            writer.
+        rng: whether the random number generators of all ranks are restored too, which needs the writer's world size.
         settings: "checkpoint" restores the settings too. With "engine", the engine keeps its own: every entry of its
             param groups, such as a new learning rate, betas or weight decay, and its own scheduler. The moments, the
             steps, the counters and the loss scale come from the checkpoint. The scheduler takes as many steps as that
             of the checkpoint had taken, so the learning rate is the one of the engine's own schedule at this step.
             Entries of param groups that an optimizer changes itself, such as ``d`` of Prodigy, are restored.
         with_rank_state: whether the state that each rank of the writer had alone is returned too.
-        verify: whether every block is compared with its digest. None means yes, unless the environment has
-            ZCKPT_VERIFY=0.
+        verify: whether every block is compared with its digest. None means yes, unless ZCKPT_VERIFY=0 is set.
         budget: the memory, the threads and the kind of I/O. None means ``Budget.from_environment()``.
         progress: an object that is told how many bytes are done, such as ``zckpt.ProgressBar()``.
 

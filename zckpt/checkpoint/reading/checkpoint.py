@@ -154,11 +154,9 @@ class Checkpoint(Mapping[str, TensorInfo]):
                 another name of a tied weight, the weight is returned under that name. A predicate is called with the
                 keys under which tensors are stored.
             device: the device on which the tensors are made.
-            dtype: the dtype to which the tensors are converted. Only conversions between floating point types, or
-                between integer types, are possible. It is a ``torch.dtype`` or its name, such as ``"bfloat16"``. None
-                keeps the stored dtypes.
-            verify: whether every block is compared with its digest. None means yes, unless the environment has
-                ZCKPT_VERIFY=0.
+            dtype: the dtype to which the tensors are converted, or its name, such as ``"bfloat16"``. None keeps the
+                stored ones. Only conversions between floating point types, or between integer types, are possible.
+            verify: whether every block is compared with its digest. None means yes, unless ZCKPT_VERIFY=0 is set.
             out: tensors by key that are filled, and to whose dtype the stored elements are converted. They must be
                 contiguous and have the stored shapes, on any device. After an error their values are undefined.
             progress: an object that is told how many bytes are done, such as ``zckpt.ProgressBar()``.
@@ -174,8 +172,7 @@ class Checkpoint(Mapping[str, TensorInfo]):
             CastError: a dtype cannot be converted to ``dtype``.
             ValueError: there is no such ``dtype``.
             TypeError: ``out`` is not a mapping to tensors.
-            DeviceError: the device does not exist, does not work or has too little memory. The error names the usable
-                devices.
+            DeviceError: the device does not exist, does not work or has too little memory. It names the usable devices.
             FormatError: data is damaged or missing.
             StorageError: the operating system reports an error when it reads.
         """
