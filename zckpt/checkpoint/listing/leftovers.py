@@ -45,8 +45,7 @@ def leftovers(checkpoint: Store) -> Leftovers:
     """Returns what writes have left in a checkpoint's directory. The writes died, failed or were replaced, or are under
     way. If the manifest cannot be read, it may name any of the entries, and both lists are empty. They do not have what
     cannot be read, either. A process that removes leftovers has to hold the lock."""
-    own: list[str] = []
-    foreign: list[str] = []
+    own, foreign = list[str](), list[str]()
     try:
         manifest = manifest_of(checkpoint)
     except CheckpointNotFoundError:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import closing, suppress
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -128,7 +128,9 @@ def choose(places: Sequence[StrPath]) -> Chosen:
             continue
         seen.add(chosen.save_id)
         try:
-            _check(chosen)
+            contents = chosen.contents()
+            with closing(contents.reader):
+                check_lengths(contents, everywhere=True)
         except ZckptError as error:
             skipped.append(error)
         else:
@@ -156,14 +158,12 @@ def _newest_first(found: Sequence[_Found]) -> list[_Found]:
 def _others(roots: Sequence[Location], named: Sequence[_Found]) -> list[_Found]:
     """Returns the checkpoints of the same training runs from which training can go on."""
     run_ids = {found.run_id for found in named}
-
-    def below(number: int, root: Location) -> Iterator[_Found]:
+    found: list[_Found] = []
+    for number, root in enumerate(roots):
         for store, entries in directories(open_store(root)):
             if names.MANIFEST in entries:
                 with suppress(ZckptError):
-                    yield _found(number, store)
-
-    found = [one for number, root in enumerate(roots) for one in below(number, root)]
+                    found.append(_found(number, store))
     return [one for one in found if one.run_id in run_ids and one.use is Use.RESUME]
 
 
@@ -182,10 +182,3 @@ def _everywhere(found: _Found, roots: Sequence[Location], named: Sequence[_Found
             directories_of_places[one.number] = roots[one.number].child(place.name)
     others = [root if name == "." else root.child(name) for root in roots]
     return Chosen(save_id, [str(directories_of_places.get(number, other)) for number, other in enumerate(others)])
-
-
-def _check(chosen: Chosen) -> None:
-    """Raises the error of a file of the checkpoint that is nowhere whole."""
-    contents = chosen.contents()
-    with closing(contents.reader):
-        check_lengths(contents, everywhere=True)
