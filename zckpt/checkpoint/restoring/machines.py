@@ -47,14 +47,16 @@ class Spread(NamedTuple):
     """For each file that this rank does not see, a rank that does, and the size of the file in bytes."""
 
     @property
-    def missing(self) -> list[str]:
-        """The files that no rank sees."""
-        return [file for file, ranks in self.holders.items() if not ranks]
+    def lost(self) -> dict[str, str]:
+        """The files that no rank sees, and words for the machine that had each of them."""
+        files = [file for file, ranks in self.holders.items() if not ranks]
+        machines = machines_in(plain_root(self.manifest)) if files else ()
+        disks = {names.rank_dir(self.manifest.save_id, rank): str(each) for each in machines for rank in each.ranks}
+        return {file: disks.get(file.rpartition("/")[0], ANOTHER) for file in files}
 
     def opened(self, peers: Peers) -> tuple[Store, Contents]:
         """Returns the directory of the checkpoint, and what it holds, of which ``peers`` read what is elsewhere."""
-        disks = _disks(self.manifest)
-        lost = {file: disks.get(file.rpartition("/")[0], ANOTHER) for file in self.missing}
+        lost = self.lost
         local, remote = self.store.reader(), PeerReader(peers, self.elsewhere, lost)
         reader = OverlayReader([local, remote], dict.fromkeys([*self.elsewhere, *lost], remote))
         return self.store, Contents(self.manifest, reader, self.store)
@@ -67,10 +69,10 @@ def find_spread(path: StrPath, ranks: Ranks) -> tuple[Spread | None, Callable[[]
     spread, opened = look_for_spread(path, ranks)
     if spread is not None:
         settle(spread.store, ranks)
-        if missing := spread.missing:
+        if lost := spread.lost:
             base = open_store(path)
             run = run_of(base) if base.location == spread.store.location else base
-            raise _gone(spread, missing, _whole(run, ranks))
+            raise _gone(spread.store, lost, _whole(run, ranks))
     return spread, opened
 
 
@@ -216,22 +218,11 @@ def _whole(run: Store, ranks: Ranks) -> list[str]:
     return ranks.decide(look, whole, "look for whole checkpoints")
 
 
-def _disks(manifest: Manifest) -> dict[str, str]:
-    """Returns the machine of each directory with the files of a rank, as words for an error."""
-    return {
-        names.rank_dir(manifest.save_id, rank): str(machine)
-        for machine in machines_in(plain_root(manifest))
-        for rank in machine.ranks
-    }
-
-
-def _gone(spread: Spread, missing: Sequence[str], whole: Sequence[str]) -> FormatError:
-    disks = _disks(spread.manifest)
-    lost = dict.fromkeys(disks.get(path.rpartition("/")[0], ANOTHER) for path in missing)
+def _gone(store: Store, lost: Mapping[str, str], whole: Sequence[str]) -> FormatError:
     what = f"of the run's other checkpoints these are whole, newest first: {', '.join(whole)}"
     return broken(
-        "F001", f"no rank sees {len(missing)} files of the checkpoint ({first_few(missing, 2)}); they were on a disk "
-        f"of {' and '.join(lost)}", file=str(spread.store.location),
+        "F001", f"no rank sees {len(lost)} files of the checkpoint ({first_few([*lost], 2)}); they were on a disk "
+        f"of {' and '.join(dict.fromkeys(lost.values()))}", file=str(store.location),
         hint=f"start a rank on that machine, restore from several places if the run has copies elsewhere (copy_to), or "
         f"restore another checkpoint; "
         f"{what if whole else 'no other checkpoint of the run is whole on these machines'}",
