@@ -39,8 +39,7 @@ PLANNED_PIECES = 1 << 16
 """About how many pieces ``Loader.read`` plans at a time. Each takes up to 400 bytes, in two plans at a time."""
 FIRST_TENSORS = 1 << 13
 """The most tensors that ``Loader.read`` plans before it reads the first of them. While it reads them, it plans up to
-twice as many, and so on. If the number were smaller, more threads of Python would wait for each other, and the disk
-would more often wait for the last reads of a plan."""
+twice as many, and so on. With a smaller number, threads and the disk would wait more often."""
 
 
 class ReadRequest(NamedTuple):

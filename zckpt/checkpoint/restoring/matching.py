@@ -17,9 +17,8 @@ if TYPE_CHECKING:
 
 _WEIGHTS = (MASTER, PARAM)
 _STAND_INS = {MASTER: PARAM, PARAM: MASTER, BUFFER: PARAM}
-"""The part in which a tensor was saved if the checkpoint does not have it in the part that the engine asks for. This is
-so if a parameter was frozen either when it was saved or now. For buffers, it is so if the checkpoint was converted from
-files that do not tell some of them from frozen weights."""
+"""The part in which a tensor was saved if not in the part that the engine asks for: the parameter was frozen either
+when it was saved or now, or files that were converted did not tell a buffer from a frozen weight."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,9 +98,8 @@ def choose(places: Sequence[StrPath]) -> Chosen:
     It is the one with the most steps among those that the places' files ``latest`` name, if it is whole: each of its
     files is in one of the places and has the right length. If none of them is whole, it is the one with the most steps
     that is whole, among all checkpoints of the same training runs from which training can go on. No tensor is read. A
-    warning says why a checkpoint or a place was left out, such as one that cannot be reached. Raises
-    CheckpointNotFoundError if no place has a checkpoint, the error of the nearest place that cannot be read or has no
-    whole checkpoint, and ValueError if there is no place.
+    warning says why a checkpoint or place was left out. Raises CheckpointNotFoundError if no place has a checkpoint,
+    the error of the nearest place without a whole checkpoint, and ValueError if there is no place.
     """
     if not isinstance(places, Iterable):
         raise TypeError(f"a path must be a str or a Path, or a list of these, got {type(places).__name__}")
