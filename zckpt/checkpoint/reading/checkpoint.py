@@ -403,8 +403,8 @@ class Checkpoint(Mapping[str, TensorInfo]):
         with loader.advised():
             plan, values = plan_load(loader, state_dict, strict=strict), PlainValues(loader, own_rank(loader))
             loaded = [(leaf, copy.deepcopy(values[name])) for name, leaf in plan.values.items()]
-            loader.contents.check_sizes(info for _, info, span, _ in plan.tensors if span.numel)
-        requests = [ReadRequest(info, span, target) for _, info, span, target in plan.tensors if span.numel]
+            requests = [request for request in plan.tensors.values() if request.span.numel]
+            loader.contents.check_sizes(request.info for request in requests)
         nbytes = sum(request.span.numel * request.info.item_bytes for request in requests)
         with loader.advised(left), reported(progress, "load", nbytes) as advance:
             loader.fill(requests, rank=own_rank(loader), verify=verify, advance=advance)

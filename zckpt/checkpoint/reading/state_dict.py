@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
+from zckpt.checkpoint.reading.loader import Loader, ReadRequest
 from zckpt.engines.group import rank_group_of
 from zckpt.engines.state_dict.flat import OWN, PATHS, RANKS, STATE_DICT, STREAMS, Leaf, held_span, leaves_of, name_of
 from zckpt.engines.tensors import local_of
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
     import torch
 
     from zckpt.checkpoint.listing.tensors import TensorInfo
-    from zckpt.checkpoint.reading.loader import Loader
-    from zckpt.geometry import Span
 
 _INDICES = range(1 << 20)
 SHOWN_MAX = 5
@@ -130,8 +129,8 @@ def _map(value: object, what: str, checkpoint: Loader) -> dict[str, Any]:
 class LoadPlan:
     """What is read into a state dict, on one rank."""
 
-    tensors: list[tuple[str, TensorInfo, Span, torch.Tensor]]
-    """The name of each tensor, the tensor of the checkpoint, the elements that this rank holds, and their memory."""
+    tensors: dict[str, ReadRequest]
+    """What is read of each tensor, by its name: the elements that this rank holds."""
     values: dict[str, Leaf]
     """The plain values by name, and their places."""
     left: list[str]
@@ -142,7 +141,7 @@ def plan_load(checkpoint: Loader, state_dict: Mapping[Any, Any], *, strict: bool
     """Plans what is read into a state dict. ``strict``: whether the checkpoint has to have all of its leaves. Raises
     MismatchError, which lists what does not fit, and the errors of ``leaves_of``."""
     leaves, infos, values = leaves_of(state_dict), tensors_by_name(checkpoint), PlainValues(checkpoint)
-    plan, problems = LoadPlan([], {}, []), []
+    plan, problems = LoadPlan({}, {}, []), []
     for name, leaf in leaves.items():
         if name not in (infos if leaf.is_tensor else values):
             plan.left.append(name)
@@ -152,10 +151,10 @@ def plan_load(checkpoint: Loader, state_dict: Mapping[Any, Any], *, strict: bool
             if not isinstance(leaf.container, (MutableMapping, list)):
                 problems.append(f"{name} is in a {type(leaf.container).__name__}, which cannot be changed")
         else:
-            info, target = infos[name], local_of(leaf.value).detach()
+            target = local_of(leaf.value).detach()
             try:
-                check_fits(name, info, leaf.value)
-                plan.tensors.append((name, info, held_span(leaf.value), target))
+                check_fits(name, infos[name], leaf.value)
+                plan.tensors[name] = ReadRequest(infos[name], held_span(leaf.value), target)
             except (ValueError, CastError) as error:
                 problems.append(f"{name}: {error.message}" if isinstance(error, CastError) else str(error))
     if problems:
@@ -165,7 +164,7 @@ def plan_load(checkpoint: Loader, state_dict: Mapping[Any, Any], *, strict: bool
             f"the checkpoint does not fit the state dict; nothing was changed:{listed}{more}",
             file=checkpoint.path, hint=_hint(leaves, plan.left, infos, values),
         )  # fmt: skip
-    check_memory(((name, target) for name, _, _, target in plan.tensors), MismatchError)
+    check_memory(((name, request.target) for name, request in plan.tensors.items()), MismatchError)
     return plan
 
 
