@@ -131,10 +131,9 @@ def _below(above: Store, depth: int, nested: bool) -> Iterator[tuple[Store, list
 
 def entries_of(store: Store) -> list[str]:
     """Returns the sorted entries of a directory. There are none if it cannot be read, so that nothing is removed."""
-    try:
+    with suppress(StorageError):
         return names_in(store)
-    except StorageError:
-        return []
+    return []
 
 
 def names_in(store: Store) -> list[str]:
@@ -175,15 +174,10 @@ def run_of(checkpoint: Store) -> Store:
     """Returns the directory of the run that a checkpoint belongs to. It is the nearest of the ``DEPTH_MAX`` directories
     above it that has a ``latest``, or, if none has one, the directory that the checkpoint is in. For a checkpoint in a
     Trainer's ``checkpoint-<N>`` it is the Trainer's output directory."""
-    above = open_store(checkpoint.location.absolute()).parent
-    if is_of_trainer(above.location.name):
-        return above.parent
-    candidate = above
-    for _ in range(DEPTH_MAX):
-        if candidate.entry(names.LATEST) is not None:
-            return candidate
-        candidate = candidate.parent
-    return above
+    checkpoint = open_store(checkpoint.location.absolute())
+    if is_of_trainer(checkpoint.parent.location.name):
+        return checkpoint.parent.parent
+    return _above(checkpoint, names.LATEST, DEPTH_MAX) or checkpoint.parent
 
 
 def latest_name(checkpoint: Location, run: Location) -> str:
@@ -218,9 +212,10 @@ def refuse_place(target: Store, run: Store, *, latest: bool) -> None:
             file=str(target.location),
             hint=f"write to a directory in it: {target.location.child('global_step<N>')}",
         )
-    above = _checkpoint_above(target, max(target.location.path_from(run.location).count("/") + 1, DEPTH_MAX))
+    levels = max(target.location.path_from(run.location).count("/") + 1, DEPTH_MAX)
+    above = _above(target, names.MANIFEST, levels)
     if above is not None:
-        place = printable(str(above))
+        place = printable(str(above.location))
         raise CheckpointExistsError(
             f"{place} is a checkpoint, which would hide one in a directory of it", file=str(target.location),
             hint=f"write elsewhere, or move what {place} has of this checkpoint (manifest.msgpack, data-*) to a "
@@ -236,22 +231,23 @@ def refuse_place(target: Store, run: Store, *, latest: bool) -> None:
 
 def refuse_in_checkpoint(path: StrPath) -> None:
     """Raises CheckpointExistsError if a file or folder of another format at this path would be in a checkpoint."""
-    place = _checkpoint_above(open_store(Location.of(path).resolved()), DEPTH_MAX)
-    if place is not None:
+    above = _above(open_store(Location.of(path).resolved()), names.MANIFEST, DEPTH_MAX)
+    if above is not None:
+        place = printable(str(above.location))
         raise CheckpointExistsError(
-            f"{printable(str(place))} is a checkpoint, in which nothing else may be written", file=os.fspath(path),
+            f"{place} is a checkpoint, in which nothing else may be written", file=os.fspath(path),
             hint="give a path outside of it",
         )  # fmt: skip
 
 
-def _checkpoint_above(path: Store, levels: int) -> Location | None:
-    """Returns the nearest directory with a checkpoint among the ``levels`` directories above the path, or None."""
+def _above(store: Store, name: str, levels: int) -> Store | None:
+    """Returns the nearest of the ``levels`` directories above this one that has an entry of this name, or None."""
     for _ in range(levels):
-        if path.parent.location == path.location:
+        if store.parent.location == store.location:
             return None
-        path = path.parent
-        if path.entry(names.MANIFEST) is not None:
-            return path.location
+        store = store.parent
+        if store.entry(name) is not None:
+            return store
     return None
 
 
