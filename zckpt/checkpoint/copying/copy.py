@@ -54,20 +54,17 @@ class Copy:
     """
 
     copied: Copied
-    """What is copied."""
     files_of_rank: Mapping[int, Collection[int]]
     """The numbers of the files of the source that this process copies, by the ranks that they belong to, which are
     ascending. They contain ``TABLE`` if it writes the rank's digest table."""
     target: Store
     """The directory of the copy."""
     save_id: str
-    """The save id of the copy."""
     verify: bool = True
     """Whether all data that are read are compared with their digests."""
     shared_with: Location | None = None
     """The directory of the source, if the copy may share data files with it. None means that all bytes are written."""
     options: WriteOptions
-    """The options with which the files of the copy are written."""
     latest_in: Store | None = None
     """The directory of the run whose file ``latest`` will name the copy, or None if no such file changes."""
     tries: Tries | None = None

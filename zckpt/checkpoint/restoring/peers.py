@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
@@ -109,7 +108,7 @@ class Peers:
         """``reader`` reads this rank's files, and is closed at the end. ``call``: the function that all ranks call."""
         self._ranks = Ranks(group, channel=FILES, call=call)
         self._reader = reader
-        self._waiting: deque[_Request] = deque()
+        self._waiting: list[_Request] = []
         self._lock = threading.Lock()
         self._ended = False
         self._failure: BaseException | None = None

@@ -82,7 +82,6 @@ class RestorePlan:
     """The ``client_rank_state`` of this rank. None if there is none, it is not read, or the world size has changed."""
     problems: Sequence[str]
     hint: str | None
-    """What the user can do about the problems."""
     warnings: Sequence[str]
 
 
