@@ -46,18 +46,15 @@ WITH_OPTIMIZER = (
 
 
 class Mismatch(NamedTuple):
-    """Why a tensor of the engine cannot be restored: a key of ``KINDS``, and a line of text."""
+    """Why a tensor of the engine cannot be restored: ``MISSING``, ``SHAPE`` or ``DTYPE``, and a line of text."""
 
     kind: str
     line: str
 
 
-MISSING, SHAPE, DTYPE = "missing", "shape", "dtype"
-KINDS = {
-    MISSING: "tensors of the engine are missing in the checkpoint",
-    SHAPE: "tensors differ in shape",
-    DTYPE: "tensors differ in dtype",
-}
+MISSING = "tensors of the engine are missing in the checkpoint"
+SHAPE = "tensors differ in shape"
+DTYPE = "tensors differ in dtype"
 
 
 def told(lines: Sequence[str], what: str, total: int = 0) -> list[str]:
@@ -72,10 +69,8 @@ def told(lines: Sequence[str], what: str, total: int = 0) -> list[str]:
 def told_differences(differences: Mapping[str, Mismatch], keys: Collection[str]) -> list[str]:
     """Returns the lines that describe ``differences``. ``keys``: those of all tensors of the engine."""
     lines: list[str] = []
-    for kind, what in KINDS.items():
-        lines += told(
-            [difference.line for difference in differences.values() if difference.kind == kind], what, len(keys)
-        )
+    for kind in (MISSING, SHAPE, DTYPE):
+        lines += told([each.line for each in differences.values() if each.kind == kind], kind, len(keys))
     weights = [key for key in keys if part_of(key) in (MASTER, PARAM)]
     if weights and differences.keys() >= set(weights):
         there = any(differences[key].kind != MISSING for key in weights)
