@@ -83,7 +83,7 @@ def decode_manifest(checkpoint: Store, raw: bytes) -> Manifest:
 
 
 def read_latest(run: Store, file: str = names.LATEST) -> str:
-    """Returns the path that a run's ``latest`` holds. Raises FormatError (L001, F001, F002) and StorageError."""
+    """Returns the relative path in a run's ``latest``. Raises FormatError (L001, F001, F002) and StorageError."""
     with closing(run.reader()) as reader:
         raw = reader.read(file, 0, LATEST_BYTES_MAX + 1)
     file = str(run.location.child(file))
