@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -14,8 +14,7 @@ from zckpt.checkpoint.tiers.choice import Chosen, choose
 from zckpt.storage.cache import BlockCache, CachedReader
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-    from contextlib import AbstractContextManager
+    from collections.abc import Iterator, Sequence
 
     from zckpt.storage.contract import Store
     from zckpt.storage.location import StrPath
@@ -33,8 +32,7 @@ def open(  # noqa: A001  like the builtin, on purpose
         path: the directory of a checkpoint, or that of a run, whose file ``latest`` names the checkpoint. Or several
             of these, the nearest first, which together have the checkpoint. Each file is read from the first directory
             in which it has the right length. If they have several checkpoints, that of ``zckpt.restore`` is opened.
-        budget: the memory, the threads and the kind of I/O of all later reads. None means
-            ``Budget.from_environment()``.
+        budget: the memory, threads and kind of I/O of all later reads. None means ``Budget.from_environment()``.
         cache: a directory of a local disk, in which the bytes that are read are kept. All processes of this machine may
             share it, at the same time and later, and read each block of 4 MiB from the store once. It takes at most
             half of the space that its disk would have free without it, and can be removed at any time. It is of use for
@@ -79,17 +77,12 @@ def _advised_with_cache(store: Store, reader: CachedReader, *left: str) -> Itera
         yield
 
 
-def open_chosen(
-    chosen: Chosen, budget: Budget | None = None, advised: Callable[..., AbstractContextManager[None]] = nullcontext
-) -> Loader:
-    """Opens a checkpoint that may be in several places. ``advised``: as for ``open_store_loader``. Raises the errors of
-    ``Chosen.contents``."""
-    return Loader(str(chosen.nearest().location), chosen.contents(), budget, advised)
+def open_chosen(chosen: Chosen) -> Loader:
+    """Opens a checkpoint that may be in several places. Raises the errors of ``Chosen.opened``."""
+    store, contents = chosen.opened()
+    return Loader(str(store.location), contents)
 
 
-def open_store_loader(
-    store: Store, budget: Budget | None = None, advised: Callable[..., AbstractContextManager[None]] = nullcontext
-) -> Loader:
-    """Opens the checkpoint in exactly this directory. ``advised``: returns a context that adds hints to the errors that
-    are raised in it. Raises the errors of ``open_contents``."""
-    return Loader(str(store.location), open_contents(store), budget, advised)
+def open_store_loader(store: Store, budget: Budget | None) -> Loader:
+    """Opens the checkpoint in exactly this directory. Raises the errors of ``open_contents``."""
+    return Loader(str(store.location), open_contents(store), budget, partial(advised, store))

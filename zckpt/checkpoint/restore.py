@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
 
@@ -40,18 +40,15 @@ from zckpt.storage.location import Location, StrPath
 from zckpt.storage.schemes import open_store
 from zckpt.system.collector import without_collector
 from zckpt.system.threads import beside
-from zckpt.transfer.budget import verifies
+from zckpt.transfer.budget import Budget, verifies
 from zckpt.transfer.devices import check_device, synchronize
 from zckpt.transfer.memory import check_fragments, check_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-
     from zckpt.checkpoint.listing.contents import Contents
     from zckpt.checkpoint.listing.tensors import TensorInfo
     from zckpt.plan.inventory import Fragment
     from zckpt.storage.contract import Store
-    from zckpt.transfer.budget import Budget
 
     Place = StrPath | Sequence[StrPath] | Chosen
     """What is restored: a path, several places, or a checkpoint that was chosen from several places."""
@@ -86,11 +83,9 @@ class Restored(dict[str, Any]):
         self.restored = restored
         """The tensors of the engine that have the values of the checkpoint now."""
         self.kept = kept
-        """The tensors of the engine that should have been restored, but keep their former values, because the
-        checkpoint does not have them in the right shape."""
+        """The tensors of the engine that keep their values, because the checkpoint has none of this name and shape."""
         self.unexpected = unexpected
-        """The tensors of the checkpoint that were not read, because the engine has no such tensor, or has it in another
-        shape."""
+        """The tensors of the checkpoint that were not read, because the engine has none of this name and shape."""
         self.converted = converted
         """Those of the restored master weights and moments that have another dtype in the checkpoint: fp32, where the
         engine updates weights of 16 bits, or the reverse. A run that goes on from a narrower dtype is not equal to one
@@ -157,14 +152,12 @@ def restore(
 
     The world size, the ZeRO stage and the offload may differ from those of the writer. Everything that can be known
     without reading tensors is checked before the engine is changed. If one rank fails, every rank raises an error: its
-    own, or a RankError that names the rank. If a FormatError or StorageError comes after the engine was changed, its
-    hint says so.
+    own, or a RankError that names the rank. If the engine was changed before, the error's hint says so.
 
     Weights in the dtype that the model computes with are derived from the restored master weights. Objects that are
     registered with the engine (``zckpt.register``) get their states last, unless ``parts`` is given. Gradients of the
     engine that no optimizer step has used yet are dropped, because they belong to the former weights. States that
-    ``zckpt.offload`` has moved to disk are brought back first. If some of them are lost, they have to be among the
-    restored tensors.
+    ``zckpt.offload`` has moved to disk come back first; lost ones have to be among the restored tensors.
 
     Parameters that were frozen and are trained now, or the reverse, can be restored with ``strict=False``. Then
     ``master`` is converted from ``param``, and ``param`` from ``master``. If a weight is restored and the checkpoint
@@ -184,27 +177,23 @@ def restore(
             places, the nearest first, such as ``["/nvme/run", "s3://bucket/run"]``. Then rank 0 chooses the checkpoint
             with the most steps among those that the files ``latest`` name, if all of its files are in the places. If
             none of them is whole, it chooses the one with the most steps that is whole among all checkpoints of the
-            same training runs from which training can go on. Each file is read from the first place in which it has
-            the right length. A warning says which checkpoint or place was left out, and why, such as a place that
-            cannot be reached.
-        parts: the name of a part of the state, or several names, such as ``["master"]`` for a warm start. None means
-            all parts that the engine has.
+            same training runs from which training can go on. Each file is read from the first place in which it has the
+            right length. A warning says which checkpoint or place was left out, and why.
+        parts: one or several parts of the state, such as ``["master"]`` for a warm start. None means all of the engine.
         strict: whether the checkpoint and the engine must have the same tensors. With False, tensors that are missing,
             unexpected or of another shape are left out, and the engine keeps its own values of them. A warning says how
             many they are, and the result names them. If weights are to be restored, at least one of them has to fit. A
             param group that the checkpoint does not have keeps its settings, and its entries in the scheduler.
         state: the names of the trees of non-tensor state that are restored: "counters", "optimizer", "scaler",
             "scheduler". None means all of them, or none if ``parts`` is given.
-        rng: whether the random number generators of every rank are restored too, which needs the world size of the
-            writer.
+        rng: whether the random number generators of all ranks are restored too, which needs the writer's world size.
         settings: "checkpoint" restores the settings too. With "engine", the engine keeps its own: every entry of its
             param groups, such as a new learning rate, betas or weight decay, and its own scheduler. The moments, the
             steps, the counters and the loss scale come from the checkpoint. The scheduler takes as many steps as that
             of the checkpoint had taken, so the learning rate is the one of the engine's own schedule at this step.
             Entries of param groups that an optimizer changes itself, such as ``d`` of Prodigy, are restored.
         with_rank_state: whether the state that each rank of the writer had alone is returned too.
-        verify: whether every block is compared with its digest. None means yes, unless the environment has
-            ZCKPT_VERIFY=0.
+        verify: whether every block is compared with its digest. None means yes, unless ZCKPT_VERIFY=0 is set.
         budget: the memory, the threads and the kind of I/O. None means ``Budget.from_environment()``.
         progress: an object that is told how many bytes are done, such as ``zckpt.ProgressBar()``.
 
@@ -232,8 +221,7 @@ def restore(
 
 
 def restore_engine(engine: object, path: Place, request: Request) -> tuple[Restored, RankStates]:
-    """Does the work of ``restore``, and of the ``load_checkpoint`` of an attached engine, which may have chosen the
-    checkpoint already."""
+    """Does the work of ``restore``, and of an attached engine's ``load_checkpoint``, which may pass a ``Chosen``."""
     ranks = Ranks(group_of(engine), call=request.caller.call)
     wait_for(ranks)
     plans: list[RestorePlan] = []
@@ -303,8 +291,7 @@ def restore_engine(engine: object, path: Place, request: Request) -> tuple[Resto
 
 
 def _choose(places: Sequence[StrPath]) -> Chosen | str:
-    """Returns the checkpoint that is restored. If there is none, returns the hint of the error, which may be empty.
-    Raises the other errors of ``choose``."""
+    """Returns what ``choose`` returns, or, if there is no checkpoint, the hint of the error, which may be empty."""
     try:
         return choose(places)
     except CheckpointNotFoundError as error:
@@ -325,8 +312,7 @@ def _said(path: Place) -> str:
 
 
 def _load_registered(engine: object, plan: RestorePlan, request: Request, ranks: Ranks) -> None:
-    """Gives each registered object its state. States for which no object is registered wait for a ``register`` until
-    the next step."""
+    """Gives each registered object its state. The other states wait for a ``register`` until the next step."""
     if not request.resumes:
         return
     of_engine, states = registered(engine), plan.rank_state or {}
@@ -377,10 +363,9 @@ def _compare_problems(reports: Sequence[Sequence[str]]) -> tuple[tuple[int, str]
 
 
 def _mismatch(plan: RestorePlan, first: tuple[int, str], same_as: int | None, ranks: Ranks) -> Exception:
-    """Returns the error that this rank raises if any rank has found problems. If several ranks have the same problems,
-    the first of them lists them, and the others only name that rank. Otherwise a thousand ranks would print the same
-    list a thousand times. ``first``: the first rank with problems, and its problems. ``same_as``: the first rank with
-    the problems of this one, or None if this one has none."""
+    """Returns the error that this rank raises if any rank has found problems. If several ranks have the same ones, only
+    the first of them lists them, so that a thousand ranks do not print one list a thousand times. ``first``: the first
+    rank with problems, and its problems. ``same_as``: the first rank with the problems of this one, if it has any."""
     message = "the checkpoint does not fit the engine; nothing was changed"
     if same_as == ranks.rank:
         listed = "\n  ".join(plan.problems)
@@ -394,11 +379,16 @@ def _mismatch(plan: RestorePlan, first: tuple[int, str], same_as: int | None, ra
 
 @without_collector
 def _change(plan: RestorePlan, rank: int | None, request: Request) -> None:
-    """Does all that this rank can do alone to restore the engine. ``rank`` is the number of this rank if the checkpoint
-    was written by the same number of ranks, and None otherwise."""
-    with _changing_the_engine(plan.checkpoint):
+    """Does what this rank can do alone. ``rank``: its number, or None if the writer had another number of ranks."""
+    try:
         _fill(plan, rank, request)
         plan.restoring.set_state()
+    except (FormatError, StorageError) as error:
+        error.hint = "the engine is restored in part: restore it from a whole checkpoint before you train on"
+        whole = whole_neighbours(open_store(plan.checkpoint.path))
+        if whole:
+            error.hint += f", such as, newest first, {', '.join(whole)}"
+        raise
 
 
 def _fill(plan: RestorePlan, rank: int | None, request: Request) -> None:
@@ -439,15 +429,3 @@ def _requests(fragments: Iterable[Fragment], sources: Mapping[str, Mapping[str, 
             fragment.data.zero_()
         else:
             yield ReadRequest(info, fragment.span, fragment.data)
-
-
-@contextmanager
-def _changing_the_engine(checkpoint: Loader) -> Iterator[None]:
-    try:
-        yield
-    except (FormatError, StorageError) as error:
-        error.hint = "the engine is restored in part: restore it from a whole checkpoint before you train on"
-        whole = whole_neighbours(open_store(checkpoint.path))
-        if whole:
-            error.hint += f", such as, newest first, {', '.join(whole)}"
-        raise

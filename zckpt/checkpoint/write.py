@@ -269,7 +269,8 @@ def write_together(
             finish = partial(_finish, prepared, agreed, machines, write, to_check, writing_ranks, upload)
             if in_background:
                 pending = PendingWrite(prepared.target, finish, writing_ranks)
-            queue.expect(upload)
+            if upload is not None:
+                queue.uploads_of(writing_ranks).expect(upload)
             return write.begin(WriteLock(prepared.store, save_id=agreed.save_id)) if leads else None
 
     common, each = ranks.decide_each(prepare_here, lambda facts: agree(prepared, facts), "prepare the write")
@@ -330,7 +331,8 @@ def _upload(prepared: Preparation, agreed: Agreed, ranks: Ranks, target: Locatio
 
 def _give_up(write: RankWrite | None, upload: Upload | None) -> None:
     """Removes the files of a write that has failed on any rank."""
-    queue.cancel(upload)
+    if upload is not None:
+        queue.uploads_of(upload.ranks).cancel(upload)
     if write is not None:
         write.remove()
 
@@ -375,7 +377,9 @@ def _finish(
     except BaseException:
         _give_up(write, upload)
         raise
-    queue.add(upload, latest=write.latest_in is not None)
+    if upload is not None:
+        upload.latest = write.latest_in is not None
+        queue.uploads_of(upload.ranks).add(upload)
     if write.lock is not None:
         write.lock.release()
         options, written = prepared.options, (agreed.run_id, agreed.save_id)

@@ -13,7 +13,6 @@ import torch
 
 from zckpt.checkpoint.open import open_loader
 from zckpt.checkpoint.reading.checkpoint import Checkpoint
-from zckpt.checkpoint.reading.extra_state import extra_state
 from zckpt.errors import UnsupportedError, first_few, warn
 from zckpt.format import names
 from zckpt.plan.inventory import unconverted
@@ -215,7 +214,7 @@ def _refusing(original: Callable[..., Any]) -> Callable[..., Any]:
 def _lazy_tensors(loader: Loader, exclude_frozen_parameters: bool) -> dict[str, LazyTensor]:
     """Returns the weights and buffers by name. A tied weight has all of its names. A weight that has master weights is
     read from these."""
-    trained, kept = "master" in loader.parts, unconverted(extra_state(loader))
+    trained, kept = "master" in loader.parts, unconverted(loader.extra_state)
     parts = ("buffer", "master") if exclude_frozen_parameters and trained else ("buffer", "param", "master")
     refuse_no_weights(loader, (info for info in loader.contents.values() if info.part in parts))
     checkpoint, tensors = Checkpoint(loader), {}

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from zckpt.checkpoint.cleaning.cleanup import Cleanup, Removed
 from zckpt.checkpoint.listing.doubt import in_doubt
-from zckpt.checkpoint.listing.leftovers import is_file, leftovers, look, named_files
+from zckpt.checkpoint.listing.files import lengths
+from zckpt.checkpoint.listing.leftovers import is_file, leftovers, look
 from zckpt.checkpoint.listing.runs import is_of_trainer, names_in, read_latest
 from zckpt.checkpoint.writing.removal import prepared_manifests, recoverable, remove_found
 from zckpt.errors import LockedError, StorageError
@@ -111,7 +112,7 @@ class Work:
             if is_of_trainer(parent.location.name) and is_latest(parent, store):
                 self.remove(parent, [names.LATEST], "retention")
             self.remove(store, [names.MANIFEST], "retention")
-            self.remove(store, [names.data_dir(save_id)], "retention", named_files(left.manifest))
+            self.remove(store, [names.data_dir(save_id)], "retention", lengths(left.manifest))
             old = [name for name in names_in(store) if names.is_old(name)]
             self.remove(store, [name for name in old if is_file(store, name)], "retention")
 

@@ -1,5 +1,4 @@
-"""Does the part of one process in a copy. Each process copies some of the files, and process 0 also takes the lock and
-commits."""
+"""The part of one process in a copy: it copies some files, and process 0 also takes the lock and commits."""
 
 from __future__ import annotations
 
@@ -7,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
-from zckpt.checkpoint.copying.files import TABLE
+from zckpt.checkpoint.copying.files import TABLE, Copied, RankFiles
 from zckpt.checkpoint.listing.runs import refuse_place
 from zckpt.checkpoint.writing.rank_write import RankWrite
 from zckpt.checkpoint.writing.reuse import SameFile
@@ -20,7 +19,6 @@ from zckpt.version import __version__
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
-    from zckpt.checkpoint.copying.files import Copied, RankFiles
     from zckpt.checkpoint.writing.options import WriteOptions
     from zckpt.plan.data_files import DataFilePlan
     from zckpt.storage.contract import Store
@@ -56,21 +54,17 @@ class Copy:
     """
 
     copied: Copied
-    """What is copied."""
     files_of_rank: Mapping[int, Collection[int]]
     """The numbers of the files of the source that this process copies, by the ranks that they belong to, which are
     ascending. They contain ``TABLE`` if it writes the rank's digest table."""
     target: Store
     """The directory of the copy."""
     save_id: str
-    """The save id of the copy."""
     verify: bool = True
     """Whether all data that are read are compared with their digests."""
     shared_with: Location | None = None
-    """The directory of the source, if the copy of a whole checkpoint may share data files with it. None means that all
-    bytes are written."""
+    """The directory of the source, if the copy may share data files with it. None means that all bytes are written."""
     options: WriteOptions
-    """The options with which the files of the copy are written."""
     latest_in: Store | None = None
     """The directory of the run whose file ``latest`` will name the copy, or None if no such file changes."""
     tries: Tries | None = None
@@ -83,9 +77,8 @@ class Copy:
         return self.copied.records((rank for rank, files in self.files_of_rank.items() if TABLE in files), self.save_id)
 
     def begin(self, lock: WriteLock, records: Sequence[bytes]) -> Space:
-        """Checks that the copy may be made at this place, and takes the lock. ``records``: the results of ``records``
-        of all processes. Returns the space that the copy needs. Raises CheckpointExistsError, and the errors of
-        ``RankWrite.begin``."""
+        """Checks that the copy may be made here, and takes the lock. ``records``: the results of ``records`` of all.
+        Returns the space that the copy needs. Raises CheckpointExistsError, and the errors of ``RankWrite.begin``."""
         refuse_place(self.target, self.latest_in or self.target.parent, latest=self.latest_in is not None)
         first = self._rank_write(0, (), None)
         self.copied.tell(first, records)
@@ -95,8 +88,7 @@ class Copy:
         return first.begin(lock)
 
     def write(self) -> list[tuple[int, bytes]]:
-        """Writes the files of this process and makes them durable. Returns the number of each rank whose digest table
-        it has written, and the digest of this table."""
+        """Writes this process's files durably. Returns each rank whose digest table it has written, with its digest."""
         if self.tries is not None and self.tries.count > 1:
             self._remove_unfinished(self.tries)
         copied, digests = self.copied, []
@@ -121,24 +113,17 @@ class Copy:
             }
         if self.tries is None:
             return rank_write.write_data_files(Snapshot())
-        self._write_each(rank, files, self.tries)
+        for data_file in files.data_files:  # one by one, so that the next try need not write again what is whole
+            if data_file.id.path not in self.tries.written:
+                of_file = self._rank_write(rank, [data_file], files.source)
+                of_file.with_table = False
+                of_file.write_data_files(self.tries.snapshot)
+                self.tries.written.add(data_file.id.path)
         rank_write.data_files = ()
         return rank_write.write_data_files(self.tries.snapshot)
 
-    def _write_each(self, rank: int, files: RankFiles, tries: Tries) -> None:
-        """Writes those files of a rank that no earlier try has written, one after the other. So the next try need not
-        write again those that are whole."""
-        for data_file in files.data_files:
-            path = data_file.id.path
-            if path not in tries.written:
-                rank_write = self._rank_write(rank, [data_file], files.source)
-                rank_write.with_table = False
-                rank_write.write_data_files(tries.snapshot)
-                tries.written.add(path)
-
     def _remove_unfinished(self, tries: Tries) -> None:
-        """Removes the files of this process that an earlier try has not finished. Forgets those that it has finished
-        and that somebody has removed."""
+        """Removes the files that an earlier try has not finished, and forgets those that somebody has removed."""
         manifest = self.copied.contents.manifest
         for rank, numbers in self.files_of_rank.items():
             for file in (manifest.files[number] for number in numbers if number != TABLE):
@@ -152,8 +137,7 @@ class Copy:
             self.target.remove(names.index_path(self.save_id))
 
     def commit(self, digests: Sequence[tuple[int, bytes]]) -> None:
-        """Commits the copy. It must be called after all files are durable. ``digests``: the results of ``write`` of all
-        processes, in any order."""
+        """Commits the copy. All files have to be durable. ``digests``: what all calls of ``write`` have returned."""
         assert self._first is not None, "``begin`` was called"
         self.copied.commit(self._first, [table_digest for _, table_digest in sorted(digests)])
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from zckpt.format import names
+from zckpt.format.data_file import decode_header
 from zckpt.format.digest import DIGEST_BYTES, block_count, digest
 from zckpt.format.rules import broken
 from zckpt.plan.data_files import DataFilePlan, plan_copied_file
@@ -42,8 +43,7 @@ class RankFiles(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """What is copied: a whole checkpoint, whose copy has the same bytes. A class that derives from this one copies a
-    part of it."""
+    """What is copied: a whole checkpoint, whose copy has the same bytes. A derived class copies a part of it."""
 
     contents: Contents
     """The manifest and the index of the checkpoint."""
@@ -79,7 +79,7 @@ class Copied:
     ) -> RankFiles:
         """Plans the copies of files of a rank. ``pieces``: the pieces of ``rows`` in the rank's files. ``save_id``:
         that of the copy. ``file_numbers``: the numbers of the files in the manifest of the source. Raises FormatError
-        (F001 to F003, D001, D002, and the errors of ``Contents.header``) and StorageError."""
+        (F001 to F003, D001, D002, and those of ``Contents.header_bytes`` and ``decode_header``) and StorageError."""
         contents, manifest = self.contents, self.contents.manifest
         data_files = []
         numbers = sorted({*file_numbers} - {TABLE})
@@ -94,8 +94,8 @@ class Copied:
         return RankFiles(tuple(data_files), source_of(contents, numbers, pieces, table, verify))
 
     def commit(self, first: RankWrite, digests: Sequence[bytes]) -> None:
-        """Commits the copy. ``digests``: the digest of each rank's digest table. Raises FormatError (F001, F002, I001,
-        I002) and StorageError."""
+        """Commits the copy. ``digests``: of each rank's table. Raises FormatError (F001, F002, I001, I002) and
+        StorageError."""
         contents = self.contents
         contents.check_index_length()
         manifest, path = contents.manifest, names.index_path(contents.manifest.save_id)
@@ -109,18 +109,17 @@ class Copied:
 
 def _region_bytes(contents: Contents, number: int, pieces: FilePieces) -> Ints:
     """Returns the sizes in bytes of a file's header, pieces and fillers, in their order. ``pieces``: all pieces of the
-    file. The header of the file is read only if the index does not tell how many fillers there are between two
-    pieces."""
+    file. The file's header is read only if the index does not tell how many fillers are between two pieces."""
     manifest = contents.manifest
     data_start, data_bytes = manifest.files.data_start[number], manifest.data_bytes[number]
     block_stop = pieces.block + block_count(pieces.nbytes, manifest.block_bytes)
-    # The sizes of the gaps before each piece and after the last one, and the numbers of digests of the gaps before each
-    # piece.
+    # The sizes of the gaps before each piece and after the last one, and how many digests each gap before a piece has.
     gap = np.append(pieces.offset, data_bytes) - np.insert(pieces.offset + pieces.nbytes, 0, 0)
     gap_blocks = pieces.block - np.insert(block_stop, 0, block_count(data_start, manifest.block_bytes))[:-1]
     # A gap with one block is one filler. How many fillers a longer gap has, only the header tells.
     if (gap < 0).any() or gap[-1] or (gap_blocks != (gap[:-1] > 0)).any():
-        header = contents.header(number)
+        file, raw = manifest.files[number], contents.header_bytes(number)
+        header = decode_header(raw, file.nbytes, manifest.data_file_id(file))
         return np.array([data_start, *(entry.nbytes for entry in header.entries)], np.int64)
     sizes = np.stack([gap[:-1], pieces.nbytes], 1).ravel()
     return np.insert(sizes[sizes > 0], 0, data_start)

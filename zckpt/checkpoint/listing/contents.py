@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
@@ -20,10 +20,10 @@ from zckpt.format import index as index_format
 from zckpt.format import names, tree
 from zckpt.format.digest import DIGEST_BYTES, ReadFile, blocks, check_block, digest
 from zckpt.format.dtypes import DTYPES
-from zckpt.format.limits import DIGEST_TABLE_BYTES_MAX, NAMES_MAX, TREE_BYTES_MAX
+from zckpt.format.limits import DIGEST_TABLE_BYTES_MAX, NAMES_MAX, TREE_BYTES_MAX, WORLD_SIZE_MAX
 from zckpt.format.names import Tier
 from zckpt.format.rules import broken
-from zckpt.geometry import distinct, ragged
+from zckpt.geometry import Grid, distinct, ragged
 from zckpt.plan.catalog import run_id_of, tensor_counts
 from zckpt.plan.inventory import STATE
 from zckpt.plan.lineage import Lineage, judged, lineage_of
@@ -32,18 +32,12 @@ from zckpt.plan.reshard import FilePieces, StoredPieces, choose_copies
 from zckpt.plan.select import Keys, nearest, select, several
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-
     from numpy.typing import NDArray
 
-    from zckpt.format.data_file import Header
     from zckpt.format.index import Piece, Rows
     from zckpt.format.manifest import File, Manifest
-    from zckpt.geometry import Grid, Ints
+    from zckpt.geometry import Ints
     from zckpt.storage.contract import Reader, Store
-
-    CopyNumbers = Sequence[int | None] | Ints
-    """The number of a copy of each of several tensors, or None where any will do. In a column, None is -1."""
 
 
 KEPT_PIECES = 1 << 22
@@ -51,8 +45,7 @@ KEPT_PIECES = 1 << 22
 LISTED_PIECES = 1 << 18
 """About how many pieces ``Contents.stored_each`` lists at a time. They take 12 MiB."""
 RANK_PIECES = 1 << 17
-"""About how many pieces ``Contents.pieces_of_ranks`` lists at a time. They take 9 MiB, and three times as much while
-they are put in order."""
+"""About how many pieces ``Contents.pieces_of_ranks`` lists at a time. They take 9 MiB, and 27 in order."""
 
 
 class Contents(Mapping[str, TensorInfo]):
@@ -78,8 +71,7 @@ class Contents(Mapping[str, TensorInfo]):
     # The tensors of the model, by key
 
     def __getitem__(self, key: str) -> TensorInfo:
-        """Returns the tensor with this key. A tied weight is found under each of its names. Raises KeyNotFoundError,
-        which names the nearest keys."""
+        """Returns the tensor with this key, which may have any name of a tied weight. Raises KeyNotFoundError."""
         return self._info(*self._place(key))
 
     def __contains__(self, key: object) -> bool:
@@ -108,8 +100,7 @@ class Contents(Mapping[str, TensorInfo]):
                     yield f"{part.name}/{self.manifest.names[name]}"
 
     def of_part(self, part: str) -> Tensors:
-        """Returns the tensors of a part, of which there are none if the checkpoint does not have it. It looks for no
-        name, which takes most of the time that it takes to find a key."""
+        """Returns the tensors of a part, or none if there is no such part, without a look at their names."""
         part_id = self.manifest.part_ids.get(part, -1)
         rows = np.arange(0 if part_id < 0 else len(self.manifest.parts[part_id].name_ids))
         return Tensors(self, np.full(len(rows), part_id), rows)
@@ -118,8 +109,7 @@ class Contents(Mapping[str, TensorInfo]):
         return sum(len(part.name_ids) for part in self.manifest.parts if part.name != STATE)
 
     def select(self, keys: Keys) -> dict[str, TensorInfo]:
-        """Returns the tensors that ``keys`` asks for, by key. Raises KeyNotFoundError if a key, a glob or the predicate
-        matches nothing."""
+        """Returns the tensors that ``keys`` asks for, by key. Raises KeyNotFoundError if one matches nothing."""
         return dict(zip(*self.chosen(keys), strict=True))
 
     def chosen(self, keys: Keys) -> tuple[list[str], Tensors]:
@@ -159,9 +149,8 @@ class Contents(Mapping[str, TensorInfo]):
         return info
 
     def packed_state(self, rank: int | None = None) -> tuple[bytes, str] | None:
-        """Returns the packed tree that all ranks share, or the one that ``rank`` alone had, together with the file or
-        key that error messages name it by. Returns None if there is no such tree. Raises FormatError and
-        StorageError."""
+        """Returns the packed tree that all ranks share, or the one that ``rank`` alone had, or None if there is none,
+        and the file or key that error messages name it by. Raises FormatError and StorageError."""
         if rank is None:
             return self.manifest.state, names.MANIFEST
         info = self.find(STATE, f"rank/{rank}")
@@ -198,8 +187,7 @@ class Contents(Mapping[str, TensorInfo]):
 
     @cached_property
     def machines(self) -> tuple[Machine, ...]:
-        """The machines of which each has written the files of its own ranks to a disk of its own. Empty if all ranks
-        wrote to one place."""
+        """The machines of which each has written its own ranks' files to its own disk. Empty if there was one place."""
         return machines_in(self.plain_state)
 
     @property
@@ -232,12 +220,8 @@ class Contents(Mapping[str, TensorInfo]):
         return self._info_of(part_id, row, *ids)
 
     def _info_of(self, part_id: int, row: int, name_id: int, shape_id: int, dtype_id: int) -> TensorInfo:
-        part, name, shape = (
-            self.manifest.parts[part_id].name,
-            self.manifest.names[name_id],
-            self.manifest.shapes[shape_id],
-        )
-        return TensorInfo(part, name, DTYPES[dtype_id], shape, part_id, row, self)
+        part, name = self.manifest.parts[part_id].name, self.manifest.names[name_id]
+        return TensorInfo(part, name, DTYPES[dtype_id], self.manifest.shapes[shape_id], part_id, row, self)
 
     def pieces(self, info: TensorInfo) -> Iterator[Piece]:
         """Yields the pieces of one tensor as the index records them, copy by copy, in the order of their elements."""
@@ -248,28 +232,20 @@ class Contents(Mapping[str, TensorInfo]):
 
     def _chunks_of(self, parts: Ints, rows: Ints) -> Ints:
         """Returns for each row of a part the number of the chunk that has it."""
-        layout = np.array([part.layout_id for part in self.manifest.parts], np.int64)[parts]
-        chunks = np.zeros(len(rows), np.int64)
-        for layout_id in set(layout.tolist()):
-            of_layout = layout == layout_id
-            first_rows, numbers = self._chunks_by_layout[layout_id]
-            chunks[of_layout] = numbers[np.searchsorted(first_rows, rows[of_layout], side="right") - 1]
-        return chunks
+        layout = np.array([part.layout_id for part in self.manifest.parts], np.int64)
+        first_rows, numbers = self._chunks_in_order
+        return numbers[np.searchsorted(first_rows, layout[parts] * NAMES_MAX + rows, side="right") - 1]
 
     @cached_property
-    def _chunks_by_layout(self) -> dict[int, tuple[Ints, Ints]]:
-        """For each layout: the first rows of its chunks, in ascending order, and the numbers of these chunks."""
-        layout, first_row = (
-            np.array([(c.layout_id, c.first_row) for c in self.manifest.chunks], np.int64).reshape(-1, 2).T
-        )
-        return {
-            layout_id: (first_row[layout == layout_id], np.flatnonzero(layout == layout_id))
-            for layout_id in set(layout.tolist())
-        }
+    def _chunks_in_order(self) -> tuple[Ints, Ints]:
+        """The first rows of all chunks, in ascending order, and the numbers of these chunks. The rows of a layout count
+        from ``NAMES_MAX`` times its id on, so that those of all layouts are in one order."""
+        first_row = np.array([c.layout_id * NAMES_MAX + c.first_row for c in self.manifest.chunks], np.int64)
+        numbers = np.argsort(first_row)
+        return first_row[numbers], numbers
 
     def chunk(self, number: int) -> Rows:
-        """Returns one chunk of the index. It is read and checked when it is first asked for, and read again if many
-        others have been asked for since."""
+        """Returns one chunk of the index. It is read and checked, unless it is among those that were asked for last."""
         layout = self._layouts.get(number)
         if layout is None:
             chunk = self.manifest.chunks[number]
@@ -353,8 +329,7 @@ class Contents(Mapping[str, TensorInfo]):
         return sum(chunk.pieces * layouts[chunk.layout_id] for chunk in self.manifest.chunks)
 
     def holders(self, infos: Sequence[TensorInfo]) -> list[Holders]:
-        """Returns for each tensor how it is spread over the ranks. This is far quicker than looking at the pieces of
-        each tensor."""
+        """Returns for each tensor how it is spread over the ranks, far quicker than by a look at all of its pieces."""
         tensors = self.tensors(infos)
         chunks = self._chunks_of(tensors.part_id, tensors.row).tolist()
         spread = {number: self._spread(number) for number in set(chunks)}
@@ -383,10 +358,10 @@ class Contents(Mapping[str, TensorInfo]):
         """Returns the grid of a tensor. Its pieces are in the order of this grid."""
         return self.manifest.grid(*info._place)
 
-    def stored(self, infos: Sequence[TensorInfo], copies: CopyNumbers, rank: int | None) -> StoredPieces:
-        """Returns the pieces of one copy of each tensor: the copy that ``copies`` names, or, where that is None, the
-        one that suits ``rank`` best."""
-        tensors, asked = self.tensors(infos), _numbers_of(copies)
+    def stored(self, infos: Sequence[TensorInfo], copies: Sequence[int] | Ints, rank: int | None) -> StoredPieces:
+        """Returns the pieces of one copy of each tensor: that of ``copies``, or, where this is -1, the one that suits
+        ``rank`` best."""
+        tensors, asked = self.tensors(infos), np.asarray(copies, np.int64)
         chunks = self._chunks_of(tensors.part_id, tensors.row)
         of_chunks: list[StoredPieces] = []
         for part_id, chunk in sorted(set(zip(tensors.part_id.tolist(), chunks.tolist(), strict=True))):
@@ -401,11 +376,10 @@ class Contents(Mapping[str, TensorInfo]):
         stored = StoredPieces.concatenated(of_chunks)
         return stored.take(np.argsort(stored.tensor, kind="stable"))
 
-    def stored_each(self, infos: Sequence[TensorInfo], copies: CopyNumbers) -> Iterator[StoredPieces]:
-        """Yields for each tensor what ``stored`` returns for it alone. It looks at as many tensors at a time as have
-        ``LISTED_PIECES`` pieces if each rank has one of each: this is far quicker than to look at each tensor, and the
-        pieces of all tensors are never in memory."""
-        for group, stored in self._stored_together(self.tensors(infos), _numbers_of(copies)):
+    def stored_each(self, infos: Sequence[TensorInfo], copies: Sequence[int] | Ints) -> Iterator[StoredPieces]:
+        """Yields for each tensor what ``stored`` returns for it alone. It looks at tensors of about ``LISTED_PIECES``
+        pieces at a time, which is far quicker than one by one and takes little memory."""
+        for group, stored in self._stored_together(self.tensors(infos), np.asarray(copies, np.int64)):
             yield from stored.split(len(infos[group]))
 
     def _stored_together(self, tensors: Tensors, copies: Ints) -> Iterator[tuple[slice, StoredPieces]]:
@@ -417,8 +391,7 @@ class Contents(Mapping[str, TensorInfo]):
 
     def pieces_of_rows(self, part_id: int, number: int, rows: Ints) -> tuple[StoredPieces, Ints, Ints]:
         """Returns the pieces of some rows of a part, all of which are in chunk ``number``. In the first value,
-        ``tensor`` is a position in ``rows``. The second value is the copy that each piece belongs to, and the third the
-        rank that holds it."""
+        ``tensor`` is a position in ``rows``. The others are the copy and the rank of each piece."""
         manifest = self.manifest
         layout = index_format.take(self.chunk(number), rows - manifest.chunks[number].first_row)
         numel = manifest.numel[manifest.parts[part_id].shape_ids[rows]]
@@ -434,8 +407,8 @@ class Contents(Mapping[str, TensorInfo]):
         return [np.arange(len(part.name_ids)) for part in self.manifest.parts]
 
     def pieces_of_parts(self, rows: Sequence[Ints]) -> Iterator[FilePieces]:
-        """Yields the pieces of some rows of each part, as many at a time as a chunk of the index has. ``rows``: those
-        of each part, ascending."""
+        """Yields the pieces of some rows of each part, chunk by chunk of the index. ``rows``: those of each part,
+        ascending."""
         for part_id, (part, part_rows) in enumerate(zip(self.manifest.parts, rows, strict=True)):
             chunks = self._chunks_of(np.full(len(part_rows), part_id), part_rows)
             for number in distinct(chunks)[0].tolist():
@@ -466,37 +439,28 @@ class Contents(Mapping[str, TensorInfo]):
         infos: Iterable[TensorInfo],
         unmeasured_bytes: int = 0,
         bounds: NDArray[np.int64] | None = None,
+        copies: Sequence[int] | Ints | None = None,
     ) -> Ints:
-        """Checks the data files that have pieces of ``infos``. Raises FormatError (F001 to F003) unless they exist and
-        are as long as the manifest says, and (I007) if these pieces together have more bytes than the data of a file.
-        Returns for each tensor the byte of its first file at which it begins.
+        """Checks the data files that have pieces of one copy of each of ``infos``. Raises FormatError (F001 to F003)
+        unless they exist and are as long as the manifest says, and (I007) if these pieces together have more bytes than
+        the data of a file. Returns for each tensor the byte of its first file at which it begins.
 
         A caller that reads these tensors may have ``unmeasured_bytes`` in memory before the lengths of the files are
         known. If the tensors have no more bytes, and a request to the store takes long, then the lengths are left to
         ``checks_beside``, which the caller calls while it reads. If the caller reads only parts of the tensors,
         ``bounds`` has a row for each of ``infos``, with the first element that is read and the one after the last. Then
-        only the lengths of the files with these elements, and with those between them, are checked."""
-        tensors = self.tensors(infos)
+        only the lengths of the files with these elements, and with those between them, are checked. ``copies``: as for
+        ``stored``. None means that any copies will do."""
+        given = self.tensors(infos)
+        asked = np.full(len(given), -1) if copies is None else np.asarray(copies, np.int64)
         # A tensor may be given under several keys.
-        place = tensors.part_id * NAMES_MAX + tensors.row
-        _, first, number = distinct(place)
-        once = tensors.take(first)
-        read = None if bounds is None else bounds[first]
-        if bounds is not None and read is not None:
-            np.minimum.at(read[:, 0], number, bounds[:, 0])
-            np.maximum.at(read[:, 1], number, bounds[:, 1])
-        return self.check_copies(once, np.full(len(once), -1), unmeasured_bytes, read)[number]
-
-    def check_copies(
-        self,
-        infos: Sequence[TensorInfo],
-        copies: CopyNumbers,
-        unmeasured_bytes: int = 0,
-        bounds: NDArray[np.int64] | None = None,
-    ) -> Ints:
-        """Does what ``check_sizes`` does for one copy of each of ``infos``, none of which may be given twice. The rows
-        of ``bounds`` are those of ``infos``."""
-        tensors = self.tensors(infos)
+        place = (given.part_id * NAMES_MAX + given.row) * (WORLD_SIZE_MAX + 1) + asked
+        _, first_of, number = distinct(place)
+        tensors, asked = given.take(first_of), asked[first_of]
+        read_bounds = None if bounds is None else bounds[first_of]
+        if bounds is not None and read_bounds is not None:
+            np.minimum.at(read_bounds[:, 0], number, bounds[:, 0])
+            np.maximum.at(read_bounds[:, 1], number, bounds[:, 1])
         begins = np.zeros(len(tensors), np.int64)
         first: dict[int, str] = {}
         """For each data file, the key of the first tensor in it. An error about the file names this key."""
@@ -504,13 +468,13 @@ class Contents(Mapping[str, TensorInfo]):
         item_bytes = tensors.item_bytes
 
         def claims() -> Iterator[tuple[Ints, Ints]]:
-            for group, stored in self._stored_together(tensors, _numbers_of(copies)):
+            for group, stored in self._stored_together(tensors, asked):
                 item = item_bytes[group]
                 at = np.searchsorted(stored.tensor, np.arange(len(item)))
                 begins[group] = data_start[stored.file[at]] + stored.offset[at]
                 read = stored
-                if bounds is not None:
-                    start, stop = bounds[group][stored.tensor].T
+                if read_bounds is not None:
+                    start, stop = read_bounds[group][stored.tensor].T
                     read = stored.take((stored.start < stop) & (stored.stop > start))
                 numbers, at, _ = distinct(read.file)
                 for number, request in zip(numbers.tolist(), read.tensor[at].tolist(), strict=True):
@@ -520,7 +484,7 @@ class Contents(Mapping[str, TensorInfo]):
         index_format.check_claims(self.manifest, claims())
         if not self.is_remote or sum(tensors.nbytes.tolist()) > unmeasured_bytes:
             self.check_lengths(first)
-        return begins
+        return begins[number]
 
     @property
     def is_remote(self) -> bool:
@@ -562,8 +526,7 @@ class Contents(Mapping[str, TensorInfo]):
             raise broken("I001", f"the index is {nbytes} bytes long, expected {expected}", file=path)
 
     def check_length(self, number: int, key: str | None = None) -> None:
-        """Raises FormatError (F001 to F003) unless the data file is there and as long as recorded. The error names
-        ``key``."""
+        """Raises FormatError (F001 to F003), which names ``key``, unless the file is there and as long as recorded."""
         if number in self._sized:
             return
         file = self.manifest.files[number]
@@ -573,25 +536,12 @@ class Contents(Mapping[str, TensorInfo]):
             raise broken("F003", f"the file is {nbytes} bytes long, expected {file.nbytes}", file=path, key=key)
         self._sized.add(number)
 
-    def header(self, number: int) -> Header:
-        """Returns the header of a data file, which has been checked. Raises FormatError (F001 to F003, S001 to S006,
-        S008)."""
-        file, raw = self.manifest.files[number], self.header_bytes(number)
-        return data_file_format.decode_header(raw, file.nbytes, self.manifest.data_file_id(file))
-
     def header_bytes(self, number: int) -> bytes:
         """Returns all bytes before the data of a data file. Of what they say, only their number has been checked.
         Raises FormatError (F001 to F003, S001, S003)."""
         file = self.manifest.files[number]
         self.check_length(number)
         return read_header(self.reader, self.manifest.path(file), file.data_start)
-
-
-def _numbers_of(copies: CopyNumbers) -> Ints:
-    """Returns ``copies`` as a column."""
-    if isinstance(copies, np.ndarray):
-        return copies
-    return np.array([-1 if copy is None else copy for copy in copies], np.int64)
 
 
 def read_header(reader: Reader, path: str, expected_bytes: int | None = None) -> bytes:

@@ -19,14 +19,13 @@ from zckpt.errors import CheckpointExistsError, CheckpointNotFoundError, FormatE
 from zckpt.format import manifest as manifest_format
 from zckpt.format import names
 from zckpt.format.limits import MANIFEST_BYTES_MAX
-from zckpt.plan.machines import machines_in
+from zckpt.plan.machines import Machine, machines_in
 from zckpt.storage.lock import is_alive, read_lock
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from zckpt.format.manifest import Manifest
-    from zckpt.plan.machines import Machine
     from zckpt.ranks.collectives import Ranks
     from zckpt.storage.contract import Store
 
@@ -110,8 +109,7 @@ def settle(checkpoint: Store, ranks: Ranks) -> None:
 
 
 def _committed(checkpoint: Store) -> list[str]:
-    """Returns the save id of the manifest in a list, or an empty list if there is none, or a damaged one. Raises
-    StorageError."""
+    """Returns a list with the manifest's save id, which is empty without a sound manifest. Raises StorageError."""
     try:
         return [manifest_of(checkpoint).save_id]
     except (CheckpointNotFoundError, FormatError):

@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 
 
 def digest_counts(manifest: Manifest) -> list[int]:
-    """Returns for each rank the fewest digests that its table may have. The exact number is known only from the
-    index."""
+    """Returns for each rank the fewest digests that its table may have. Only the index tells the exact number."""
     counts = [0] * manifest.world_size
     for file in manifest.files:
         spans = (file.data_start, file.nbytes - file.data_start)

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from zckpt.format.manifest import Manifest
-    from zckpt.storage.contract import Entry, Reader, Store
+    from zckpt.storage.contract import Entry, Store
     from zckpt.storage.location import StrPath
 
 
@@ -53,9 +53,8 @@ def find(path: StrPath) -> Store:
 
 
 def find_and_open(path: StrPath) -> tuple[Store, Contents]:
-    """Returns what ``find`` returns, and what that checkpoint holds. If ``path`` is the directory of a checkpoint, only
-    one request is made: it reads the manifest. Whoever calls it closes the reader of the result. Raises the errors of
-    ``find`` and ``open_contents``."""
+    """Returns what ``find`` and ``open_contents`` return. If ``path`` is the directory of a checkpoint, only one
+    request is made, for the manifest. The caller closes the reader of the result. Raises their errors."""
 
     def opened(checkpoint: Store) -> Contents | None:
         try:
@@ -104,8 +103,7 @@ def _find(path: StrPath, look: Callable[[Store], T | None]) -> tuple[Store, T]:
 
 
 def _newer_of_trainer(run: Store, entries: Sequence[Entry], checkpoint: Store) -> Store | None:
-    """Returns the newest checkpoint in the directories ``checkpoint-<N>`` of a Trainer, if it has more steps than
-    ``checkpoint``. ``entries`` are those of the run."""
+    """Returns the newest checkpoint in a Trainer's ``checkpoint-<N>`` if it has more steps than ``checkpoint``."""
     of_trainer = [entry.path for entry in entries if entry.is_directory and is_of_trainer(entry.path)]
     for name in sorted(of_trainer, key=lambda name: int(name.rpartition("-")[2]), reverse=True):
         with suppress(ZckptError):
@@ -118,31 +116,19 @@ def open_contents(store: Store) -> Contents:
     """Returns what the checkpoint in exactly this directory holds. Whoever calls it closes the reader of the result.
     Raises CheckpointNotFoundError, FormatError and StorageError."""
     reader = store.reader()
-    return Contents(_manifest(store, reader), reader, store)
+    return Contents(read_manifest(store, reader), reader, store)
 
 
 def manifest_of(store: Store) -> Manifest:
-    """Returns the manifest of the checkpoint in exactly this directory. Raises CheckpointNotFoundError, FormatError and
-    StorageError."""
+    """Returns the manifest in exactly this directory. Raises CheckpointNotFoundError, FormatError and StorageError."""
     with closing(store.reader()) as reader:
-        return _manifest(store, reader)
-
-
-def _manifest(store: Store, reader: Reader) -> Manifest:
-    try:
         return read_manifest(store, reader)
-    except FormatError as error:
-        # If the path of the directory is that of a file, some stores raise another error than MissingFileError.
-        if not isinstance(error, MissingFileError) and (error.rule != "F002" or store.entry(names.MANIFEST)):
-            raise
-        raise CheckpointNotFoundError("there is no manifest", file=str(store.location)) from None
 
 
 @contextmanager
 def advised(checkpoint: Store, left: str = NOTHING_CHANGED) -> Iterator[None]:
-    """Extends the hint of an error that says that something of the checkpoint is damaged or missing. It adds ``left``,
-    which says what the error has left behind, which other checkpoints of the run are whole, and which machines have the
-    files that are missing."""
+    """Extends the hint of an error about what is damaged or missing in the checkpoint. It adds ``left``, which says
+    what the error has left behind, which other checkpoints are whole, and which machines have missing files."""
     try:
         yield
     except Exception as error:  # not FormatError: that name is None if Python's end closes a generator

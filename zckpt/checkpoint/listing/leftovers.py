@@ -45,8 +45,7 @@ def leftovers(checkpoint: Store) -> Leftovers:
     """Returns what writes have left in a checkpoint's directory. The writes died, failed or were replaced, or are under
     way. If the manifest cannot be read, it may name any of the entries, and both lists are empty. They do not have what
     cannot be read, either. A process that removes leftovers has to hold the lock."""
-    own: list[str] = []
-    foreign: list[str] = []
+    own, foreign = list[str](), list[str]()
     try:
         manifest = manifest_of(checkpoint)
     except CheckpointNotFoundError:
@@ -63,8 +62,7 @@ def leftovers(checkpoint: Store) -> Leftovers:
 
 
 def may_be_named(checkpoint: Store, save_id: str) -> bool:
-    """Returns whether the manifest of a checkpoint names the data of this save, or may do so because it cannot be
-    read."""
+    """Returns whether a checkpoint's manifest names the data of this save, or may, because it cannot be read."""
     try:
         return manifest_of(checkpoint).save_id == save_id
     except CheckpointNotFoundError:
@@ -75,8 +73,7 @@ def may_be_named(checkpoint: Store, save_id: str) -> bool:
 
 def run_leftovers(run: Store) -> list[str]:
     """Returns the names of the temporary files of ``latest`` that dead writers have left in a run. A run has no lock,
-    so a file counts as left over when it is older than ``DEAD_SECONDS``. A commit needs such a file only for an
-    instant."""
+    so it is those older than ``DEAD_SECONDS``. A commit needs such a file only for an instant."""
     temporaries = [name for name in entries_of(run) if names.is_temporary(name, names.LATEST) and is_file(run, name)]
     entries = [entry for entry in map(run.entry, temporaries) if entry is not None]
     now = run.now() if entries else 0.0
@@ -85,13 +82,11 @@ def run_leftovers(run: Store) -> list[str]:
 
 def look(store: Store, name: str, named: Collection[str] | None = None) -> Found:
     """Returns what there is of an entry of a directory. A data directory is looked at to the bottom: zckpt's are the
-    files that have names of the format, and data files also have to begin as zckpt's do. Any other entry counts as
-    zckpt's as a whole.
+    files that have names of the format, and data files have to begin as zckpt's do, too. All else is zckpt's.
 
     ``named``: if the data directory is known to be zckpt's, the paths of the files in it that need not be looked at,
-    because a manifest names them. What is foreign stays, and all else may be removed. None means that the directory is
-    known only by its name. If anything in it is foreign, all of it stays. Raises StorageError if something cannot be
-    read.
+    because a manifest names them. What is foreign stays, and all else may be removed. None means that it is known only
+    by its name. If anything in it is foreign, all of it stays. Raises StorageError.
     """
     found, entry = Found([], [], []), store.entry(name)
     if not names.is_data_dir(name):
@@ -153,13 +148,6 @@ def is_file(store: Store, name: str) -> bool:
         except StorageError:  # such as a file of another user, which may not be opened
             return True
     return True
-
-
-def named_files(manifest: Manifest) -> set[str]:
-    """Returns the paths of all files in the data directory that a manifest names."""
-    save_id, ranks = manifest.save_id, range(manifest.world_size)
-    tables = (names.digests_path(save_id, rank) for rank in ranks)
-    return {names.index_path(save_id), *tables, *map(manifest.path, manifest.files)}
 
 
 def left_alone(foreign: Sequence[object]) -> str:

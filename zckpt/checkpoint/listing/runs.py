@@ -28,7 +28,7 @@ from zckpt.format.digest import DIGEST_BYTES
 from zckpt.format.limits import LATEST_BYTES_MAX, MANIFEST_BYTES_MAX
 from zckpt.format.rules import broken
 from zckpt.plan.lineage import Lineage, Use
-from zckpt.storage.location import Location
+from zckpt.storage.location import Location, StrPath
 from zckpt.storage.schemes import open_store
 
 if TYPE_CHECKING:
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
     from zckpt.format.manifest import Manifest
     from zckpt.storage.contract import Reader, Store
-    from zckpt.storage.location import StrPath
 
 DEPTH_MAX = 4
 """A checkpoint that nothing names is found if its path in the run has at most this many components."""
@@ -49,8 +48,7 @@ COMPARED_MAX = 10
 WHOLE_MAX = 3
 """No more than this many whole checkpoints are named. One is enough to go on with, and to find more costs time."""
 _TRAINER = re.compile(r"checkpoint-[0-9]+", re.ASCII)
-"""The name of a directory that Hugging Face's Trainer makes in its output directory. Each is a run of one
-checkpoint."""
+"""The name of a directory that Hugging Face's Trainer makes in its output directory: a run of one checkpoint."""
 _ACCELERATE = re.compile(r"checkpoint_[0-9]+", re.ASCII)
 """The name of a directory that Accelerate makes for one save if it names the directories itself."""
 
@@ -58,8 +56,15 @@ NOTHING_CHANGED = "nothing was changed"
 
 
 def read_manifest(checkpoint: Store, reader: Reader) -> Manifest:
-    """Returns the manifest of a checkpoint, which ``reader`` reads. Raises FormatError and StorageError."""
-    return decode_manifest(checkpoint, manifest_bytes(reader))
+    """Returns the manifest of a checkpoint, which ``reader`` reads. Raises CheckpointNotFoundError, FormatError and
+    StorageError."""
+    try:
+        return decode_manifest(checkpoint, manifest_bytes(reader))
+    except FormatError as error:
+        # If the path of the directory is that of a file, some stores raise another error than MissingFileError.
+        if not isinstance(error, MissingFileError) and (error.rule != "F002" or checkpoint.entry(names.MANIFEST)):
+            raise
+        raise CheckpointNotFoundError("there is no manifest", file=str(checkpoint.location)) from None
 
 
 def manifest_bytes(reader: Reader) -> bytes:
@@ -78,8 +83,7 @@ def decode_manifest(checkpoint: Store, raw: bytes) -> Manifest:
 
 
 def read_latest(run: Store, file: str = names.LATEST) -> str:
-    """Returns the path, relative to the run, that the run's ``latest`` holds. Raises FormatError (L001, F001, F002) and
-    StorageError."""
+    """Returns the relative path in a run's ``latest``. Raises FormatError (L001, F001, F002) and StorageError."""
     with closing(run.reader()) as reader:
         raw = reader.read(file, 0, LATEST_BYTES_MAX + 1)
     file = str(run.location.child(file))
@@ -91,8 +95,7 @@ def read_latest(run: Store, file: str = names.LATEST) -> str:
 
 
 def refuse_links(run: Store, name: str) -> None:
-    """Raises FormatError (F002) if this path of a checkpoint in the run has several components, and one of them is a
-    link. A single component may be a link."""
+    """Raises FormatError (F002) if a link is among several components of this path of a checkpoint in the run."""
     if "/" in name:
         with closing(run.reader()) as reader, suppress(MissingFileError):
             reader.size(f"{name}/{names.MANIFEST}")
@@ -127,12 +130,10 @@ def _below(above: Store, depth: int, nested: bool) -> Iterator[tuple[Store, list
 
 
 def entries_of(store: Store) -> list[str]:
-    """Returns the entries of a directory in sorted order. If they cannot be read, it returns an empty list, so that
-    nothing there is removed."""
-    try:
+    """Returns the sorted entries of a directory. There are none if it cannot be read, so that nothing is removed."""
+    with suppress(StorageError):
         return names_in(store)
-    except StorageError:
-        return []
+    return []
 
 
 def names_in(store: Store) -> list[str]:
@@ -141,8 +142,7 @@ def names_in(store: Store) -> list[str]:
 
 
 def names_at(store: Store) -> list[str]:
-    """Returns the entries of a directory in sorted order. Raises CheckpointNotFoundError if there is no directory, and
-    StorageError."""
+    """Does what ``names_in`` does, but raises CheckpointNotFoundError if there is no directory."""
     entries = store.entries()
     if entries is None:
         raise nothing_at(store)
@@ -174,20 +174,14 @@ def run_of(checkpoint: Store) -> Store:
     """Returns the directory of the run that a checkpoint belongs to. It is the nearest of the ``DEPTH_MAX`` directories
     above it that has a ``latest``, or, if none has one, the directory that the checkpoint is in. For a checkpoint in a
     Trainer's ``checkpoint-<N>`` it is the Trainer's output directory."""
-    above = open_store(checkpoint.location.absolute()).parent
-    if is_of_trainer(above.location.name):
-        return above.parent
-    candidate = above
-    for _ in range(DEPTH_MAX):
-        if candidate.entry(names.LATEST) is not None:
-            return candidate
-        candidate = candidate.parent
-    return above
+    checkpoint = open_store(checkpoint.location.absolute())
+    if is_of_trainer(checkpoint.parent.location.name):
+        return checkpoint.parent.parent
+    return _above(checkpoint, names.LATEST, DEPTH_MAX) or checkpoint.parent
 
 
 def latest_name(checkpoint: Location, run: Location) -> str:
-    """Returns the path by which the ``latest`` of a run names the checkpoint. Raises ValueError if it cannot name
-    it."""
+    """Returns the path by which the ``latest`` of a run names the checkpoint, or raises ValueError if it cannot."""
     name = checkpoint.path_from(run)
     try:
         names.encode_latest(name)
@@ -208,8 +202,7 @@ def latest_name(checkpoint: Location, run: Location) -> str:
 def refuse_place(target: Store, run: Store, *, latest: bool) -> None:
     """Raises CheckpointExistsError if a new checkpoint at ``target``, of this run, would hide others or be hidden by
     one. To open a directory that has a manifest is to open the checkpoint in it, and none in its subdirectories.
-    ``latest`` says whether the file ``latest`` will be written. If so, the error is also raised if a directory is in
-    the place of this file.
+    ``latest``: whether the file ``latest`` will be written, in whose place there may be no directory then.
     """
     in_it = (printable(inner.location.path_from(target.location)) for inner in _checkpoints(target))
     below = "the file `latest`" if names.LATEST in entries_of(target) else next(in_it, None)
@@ -219,9 +212,10 @@ def refuse_place(target: Store, run: Store, *, latest: bool) -> None:
             file=str(target.location),
             hint=f"write to a directory in it: {target.location.child('global_step<N>')}",
         )
-    above = _checkpoint_above(target, max(target.location.path_from(run.location).count("/") + 1, DEPTH_MAX))
+    levels = max(target.location.path_from(run.location).count("/") + 1, DEPTH_MAX)
+    above = _above(target, names.MANIFEST, levels)
     if above is not None:
-        place = printable(str(above))
+        place = printable(str(above.location))
         raise CheckpointExistsError(
             f"{place} is a checkpoint, which would hide one in a directory of it", file=str(target.location),
             hint=f"write elsewhere, or move what {place} has of this checkpoint (manifest.msgpack, data-*) to a "
@@ -236,24 +230,24 @@ def refuse_place(target: Store, run: Store, *, latest: bool) -> None:
 
 
 def refuse_in_checkpoint(path: StrPath) -> None:
-    """Raises CheckpointExistsError if a new file or folder of another format at this path would be inside of a
-    checkpoint."""
-    place = _checkpoint_above(open_store(Location.of(path).resolved()), DEPTH_MAX)
-    if place is not None:
+    """Raises CheckpointExistsError if a file or folder of another format at this path would be in a checkpoint."""
+    above = _above(open_store(Location.of(path).resolved()), names.MANIFEST, DEPTH_MAX)
+    if above is not None:
+        place = printable(str(above.location))
         raise CheckpointExistsError(
-            f"{printable(str(place))} is a checkpoint, in which nothing else may be written", file=os.fspath(path),
+            f"{place} is a checkpoint, in which nothing else may be written", file=os.fspath(path),
             hint="give a path outside of it",
         )  # fmt: skip
 
 
-def _checkpoint_above(path: Store, levels: int) -> Location | None:
-    """Returns the nearest directory with a checkpoint among the ``levels`` directories above the path, or None."""
+def _above(store: Store, name: str, levels: int) -> Store | None:
+    """Returns the nearest of the ``levels`` directories above this one that has an entry of this name, or None."""
     for _ in range(levels):
-        if path.parent.location == path.location:
+        if store.parent.location == store.location:
             return None
-        path = path.parent
-        if path.entry(names.MANIFEST) is not None:
-            return path.location
+        store = store.parent
+        if store.entry(name) is not None:
+            return store
     return None
 
 
@@ -282,8 +276,7 @@ def _of_same_run(checkpoint: Store) -> list[Store]:
 
 
 def _newest_first(checkpoints: Iterable[Store]) -> list[Store]:
-    """Sorts checkpoints by the time of their commit, and returns them, the newest first. Leaves out a checkpoint whose
-    manifest is not a regular file."""
+    """Sorts checkpoints by the time of their commit, newest first, without those whose manifest is no regular file."""
     committed = ((committed_at(store), str(store.location), store) for store in checkpoints)
     return [store for at, _, store in sorted(committed, key=lambda entry: entry[:2], reverse=True) if at]
 
@@ -325,8 +318,7 @@ def can_resume(checkpoint: Store, run_id: str | None = None) -> bool:
 
 
 def if_whole(checkpoint: Store) -> Contents | None:
-    """Returns what the manifest of a checkpoint says, with a reader that is closed, or None if the checkpoint is not
-    whole. No tensor is read."""
+    """Returns what a checkpoint holds, with a closed reader, or None if it is not whole. No tensor is read."""
     try:
         with closing(checkpoint.reader()) as reader:
             contents = Contents(read_manifest(checkpoint, reader), reader, checkpoint)
@@ -338,12 +330,15 @@ def if_whole(checkpoint: Store) -> Contents | None:
 
 
 def check_lengths(contents: Contents, *, everywhere: bool = False) -> None:
-    """Raises FormatError (F001 to F003, D001, I001) unless every file that the manifest names is there and as long as
-    it has to be. If each machine has the files of its own ranks, one machine is enough, unless ``everywhere`` is true.
-    No data are read."""
-    manifest, ranks = contents.manifest, ranks_here(contents)
-    if everywhere:
-        ranks = set(range(manifest.world_size))
+    """Raises FormatError (F001 to F003, D001, I001) unless every file of the manifest is there and has its length. If
+    each machine has its own ranks' files, those of the machines of which something is here are enough, unless
+    ``everywhere`` is true. Reads no data."""
+    manifest, here = contents.manifest, set[int]()
+    for machine in contents.machines:
+        with suppress(MissingFileError):
+            contents.reader.size(names.digests_path(manifest.save_id, machine.ranks[0]))
+            here.update(machine.ranks)
+    ranks = here if here and not everywhere else set(range(manifest.world_size))
     contents.check_lengths({number: None for number, rank in enumerate(manifest.files.rank) if rank in ranks})
     for rank in sorted(ranks):
         path = names.digests_path(manifest.save_id, rank)
@@ -353,22 +348,9 @@ def check_lengths(contents: Contents, *, everywhere: bool = False) -> None:
     contents.check_index_length()
 
 
-def ranks_here(contents: Contents) -> set[int]:
-    """Returns the ranks whose files have to be in the directory of a checkpoint: all ranks, or, if each machine has the
-    files of its own ranks, those of each machine of which something is here. Raises FormatError and StorageError."""
-    manifest = contents.manifest
-    here: set[int] = set()
-    for machine in contents.machines:
-        with suppress(MissingFileError):
-            contents.reader.size(names.digests_path(manifest.save_id, machine.ranks[0]))
-            here.update(machine.ranks)
-    return here or set(range(manifest.world_size))
-
-
 def what_is_whole(checkpoint: Store, *, here: bool = False) -> str:
-    """Returns a clause for the hint of an error about a checkpoint. It says which other checkpoints of the run are
-    whole. ``here``: whether each machine has the files of its own ranks, so that only those of this machine were looked
-    at."""
+    """Returns a clause for the hint of an error about a checkpoint. It says which others of the run are whole.
+    ``here``: whether only the files of this machine's ranks were looked at."""
     whole, place = whole_neighbours(checkpoint), " on this machine" if here else ""
     if not whole:
         return f"the run has no other checkpoint that is whole{place}"
@@ -376,8 +358,7 @@ def what_is_whole(checkpoint: Store, *, here: bool = False) -> str:
 
 
 def nothing_at(store: Store) -> CheckpointNotFoundError:
-    """Returns the error for a path at which there is no directory. It names the checkpoints of the run that the path
-    would be in, or a directory with a similar name."""
+    """Returns the error for a path without a directory. It names the run's checkpoints or a similar directory."""
     what = "the path is a file" if store.entry("") is not None else "the path does not exist"
     run = store.parent
     if is_of_trainer(run.location.name):
@@ -402,8 +383,7 @@ def _similar_to(store: Store) -> str:
 
 
 def not_a_checkpoint(store: Store, entries: Sequence[str], message: str) -> CheckpointNotFoundError:
-    """Returns the error, with ``message``, for a directory with these entries, in which nobody has begun a checkpoint.
-    It says what is there instead."""
+    """Returns the error for a directory with these entries, none of them of a checkpoint, and says what is there."""
     other, here = other_format(entries), ours_in(store)
     if other is not None and not here:
         return CheckpointNotFoundError(f"this is {other.what}", file=str(store.location), hint=other.hint)
@@ -413,8 +393,7 @@ def not_a_checkpoint(store: Store, entries: Sequence[str], message: str) -> Chec
 
 
 def what_is_here(run: Store) -> str:
-    """Returns the hint of an error that says that ``run`` is not a checkpoint. It names the checkpoints or the runs
-    that are in this directory, and says what to do."""
+    """Returns the hint of an error that ``run`` is no checkpoint: which checkpoints or runs it has, and what to do."""
     ours = ours_in(run)
     if ours:
         return ours
@@ -438,8 +417,7 @@ def _runs_in(above: Store) -> list[Store]:
 
 
 def ours_in(run: Store) -> str:
-    """Returns the clause for a hint that names the checkpoints of zckpt in this directory. It is empty if there are
-    none."""
+    """Returns the clause for a hint that names the checkpoints of zckpt in this directory, or an empty text."""
     begun = [(directory, entries) for directory, entries in _searched(run) if is_begun(entries)]
     committed = _newest_first(directory for directory, entries in begun if names.MANIFEST in entries)
     others = [directory for directory, entries in begun if names.MANIFEST not in entries]

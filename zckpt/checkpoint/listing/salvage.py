@@ -8,23 +8,33 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from zckpt.checkpoint.listing.contents import read_header
-from zckpt.checkpoint.listing.digest_tables import FoundFile, fit_tables, read_tables
 from zckpt.checkpoint.listing.runs import directories_of, names_in
-from zckpt.errors import FormatError, ZckptError
+from zckpt.errors import FormatError, MissingFileError, ZckptError
 from zckpt.format import data_file as data_file_format
 from zckpt.format import names
-from zckpt.format.limits import WORLD_SIZE_MAX
+from zckpt.format.digest import BLOCK_BYTES, DIGEST_BYTES, blocks, digest
+from zckpt.format.limits import BLOCK_BYTES_MAX, BLOCK_BYTES_MIN, WORLD_SIZE_MAX
 from zckpt.format.rules import broken
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+    from zckpt.format.data_file import Header
     from zckpt.format.manifest import Manifest
     from zckpt.format.names import Tier
-    from zckpt.storage.contract import Store
+    from zckpt.storage.contract import Reader, Store
 
 ABSENT_SHOWN_MAX = 20
 """The largest number of ranks that an error names one by one."""
+
+
+@dataclass(frozen=True, slots=True)
+class FoundFile:
+    """A data file whose header is sound. ``raw``: the header as bytes. ``nbytes``: the size of the file."""
+
+    header: Header
+    raw: bytes
+    nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +47,8 @@ class FoundSave:
 
 
 def find_save(checkpoint: Store, save_id: str, old: Manifest | None) -> tuple[FoundSave | None, list[str]]:
-    """Returns the data files of a save in a checkpoint, and everything that is missing or damaged among them, as far as
-    the headers and, if there is one, the ``old`` manifest tell. Returns None if the headers do not agree on a world
-    size. Raises StorageError."""
+    """Returns the data files of a save, or None if their headers do not agree on a world size, and what is missing or
+    damaged among them, as far as the headers and, if there is one, the ``old`` manifest tell. Raises StorageError."""
     problems: list[str] = []
     raws: dict[tuple[int, str, Tier], tuple[bytes, int]] = {}
     ranks = set()
@@ -88,8 +97,8 @@ def find_save(checkpoint: Store, save_id: str, old: Manifest | None) -> tuple[Fo
         problems.append(f"and so are {len(absent) - ABSENT_SHOWN_MAX} more ranks")
     if old is not None:
         there = {names.data_file_path(save_id, *place) for place in raws}
-        problems += [f"{name} is missing" for name in map(old.path, old.files) if name not in there]
-        listed = set(map(old.path, old.files))
+        listed = dict.fromkeys(map(old.path, old.files))
+        problems += [f"{name} is missing" for name in listed if name not in there]
         files = {
             rank: [file for file in files_of_rank if file.header.data_file.path in listed]
             for rank, files_of_rank in files.items()
@@ -102,19 +111,16 @@ def _strangers(checkpoint: Store, save_id: str, files: dict[int, list[FoundFile]
     only the digest table tells that such a file is shared by this save, and was not put there by mistake."""
     with closing(checkpoint.reader()) as reader:
         _, placed = fit_tables(files, read_tables(reader, save_id, files))
-    strangers = [
-        file.header.data_file for rank, files_of_rank in files.items() if placed[rank] is None for file in files_of_rank
-    ]
+    unlisted = (file.header.data_file for rank, each in files.items() if placed[rank] is None for file in each)
     return [
         str(broken("S006", f"it is of the save {data_file.origin}, and no digest table lists it", file=data_file.path))
-        for data_file in strangers
+        for data_file in unlisted
         if data_file.origin
     ]
 
 
 def _world_size(text: str) -> int | None:
-    """Returns the number that the headers of data files tell, or None if it is not a number, or not a possible world
-    size."""
+    """Returns the world size that the headers of data files tell, or None if that is not a possible one."""
     size = int(text) if re.fullmatch("[1-9][0-9]{0,6}", text, re.ASCII) else 0
     return size if 1 <= size <= WORLD_SIZE_MAX else None
 
@@ -139,3 +145,50 @@ def is_complete(checkpoint: Store, save_id: str) -> bool:
     except ZckptError:
         return False
     return None not in placed.values()
+
+
+def read_tables(reader: Reader, save_id: str, ranks: Iterable[int]) -> dict[int, bytes | None]:
+    """Returns the digest table of each rank, or None for a rank that has none."""
+    return {rank: read_if_there(reader, names.digests_path(save_id, rank)) for rank in ranks}
+
+
+def read_if_there(reader: Reader, path: str) -> bytes | None:
+    try:
+        return reader.read(path, 0, reader.size(path))
+    except MissingFileError:
+        return None
+
+
+def fit_tables(
+    files: Mapping[int, Sequence[FoundFile]], tables: Mapping[int, bytes | None]
+) -> tuple[int, dict[int, list[int] | None]]:
+    """Returns the size of a block in bytes with which the most digest tables fit the files. Also returns, for each
+    rank, the number of the first digest of each file, or None if the rank's table does not fit."""
+
+    def placed(block_bytes: int) -> tuple[int, dict[int, list[int] | None]]:
+        return block_bytes, {
+            rank: None if table is None else _fit_table(files[rank], table, block_bytes)
+            for rank, table in tables.items()
+        }
+
+    others = (BLOCK_BYTES_MIN << power for power in range((BLOCK_BYTES_MAX // BLOCK_BYTES_MIN).bit_length()))
+    sizes = (BLOCK_BYTES, *others)  # ``max`` takes the first of equally good ones, and this one is the most likely.
+    return max(map(placed, sizes), key=lambda found: -[*found[1].values()].count(None))
+
+
+def _fit_table(files: Sequence[FoundFile], table: bytes, block_bytes: int) -> list[int] | None:
+    """Returns the number of the first digest of each file in the digest table of its rank. Returns None if the files do
+    not fill the table without a gap. The place of a file in the table is found by the digests of its header."""
+    first_blocks = []
+    for file in files:
+        digests = [digest(file.raw[start:stop]) for _, start, stop in blocks(0, len(file.raw), 0, block_bytes)]
+        at = table.find(b"".join(digests))
+        while at % DIGEST_BYTES and at >= 0:
+            at = table.find(b"".join(digests), at + 1)
+        first_blocks.append(at // DIGEST_BYTES)
+    stop = 0
+    for first, file in sorted(zip(first_blocks, files, strict=True), key=lambda pair: pair[0]):
+        if first != stop:
+            return None
+        stop += file.header.first_blocks(block_bytes)[-1]
+    return first_blocks if stop * DIGEST_BYTES == len(table) else None

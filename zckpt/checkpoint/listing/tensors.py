@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, overload
@@ -14,8 +14,6 @@ from zckpt.format.dtypes import DTYPES, ITEM_BYTES, ITEM_BYTES_BY_ID, TORCH_NAME
 from zckpt.geometry import distinct
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     import torch
     from numpy.typing import NDArray
 
@@ -34,8 +32,7 @@ class PieceInfo:
     tier: str
     """The memory that the piece was in when it was saved, ``"device"``, ``"host"`` or ``"nvme"``."""
     copy: int
-    """The number of the copy that the piece belongs to. It is above 0 only for values that differ from rank to rank,
-    such as some buffers."""
+    """The number of the piece's copy. It is above 0 only for values that differ by rank, such as some buffers."""
     start: int
     """The first element of the piece."""
     stop: int
@@ -129,8 +126,8 @@ class TensorInfo:
 
 
 class Tensors(Sequence[TensorInfo]):
-    """Tensors of a checkpoint, of which there may be very many. So this has only their places, as columns. It makes a
-    TensorInfo when one is asked for."""
+    """Tensors of a checkpoint. There may be very many, so this has only their places, and makes a TensorInfo when one
+    is asked for."""
 
     def __init__(self, contents: Contents, part_id: Ints, row: Ints) -> None:
         """``part_id``, ``row``: for each tensor, the position of its part in the manifest, and its row in that part."""

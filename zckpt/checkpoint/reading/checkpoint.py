@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zckpt.checkpoint.listing.tensors import TensorInfo
-from zckpt.checkpoint.reading.extra_state import extra_state
-from zckpt.checkpoint.reading.loader import ReadRequest
+from zckpt.checkpoint.reading.loader import Loader, ReadRequest
 from zckpt.checkpoint.reading.state_dict import PlainValues, own_rank, plan_load
 from zckpt.checkpoint.reading.targets import check_casts, check_target, empty_tensors
 from zckpt.errors import MismatchError, check_flags, count
@@ -23,7 +22,6 @@ from zckpt.transfer.memory import check_memory
 from zckpt.transfer.torch_dtypes import dtype_of
 
 if TYPE_CHECKING:
-    from zckpt.checkpoint.reading.loader import Loader
     from zckpt.plan.select import Keys
     from zckpt.storage.contract import IOCount
 
@@ -44,8 +42,7 @@ class Checkpoint(Mapping[str, TensorInfo]):
     # Contents
 
     def __getitem__(self, key: str) -> TensorInfo:
-        """Returns the tensor with this key. A tied weight has a key for each of its names. Raises KeyNotFoundError,
-        which names the nearest keys."""
+        """Returns the tensor with this key. A tied weight has a key for each of its names. Raises KeyNotFoundError."""
         return self._loader.contents[key]
 
     def __contains__(self, key: object) -> bool:
@@ -101,10 +98,8 @@ class Checkpoint(Mapping[str, TensorInfo]):
 
         Args:
             rank: one of the ranks that wrote the checkpoint, from 0 on.
-            lazy: whether a function without arguments takes the place of each tensor and array. The function reads the
-                tensor.
-            key: a key of the tree. Only its value is returned, and no other tensors are read. None means the whole
-                tree.
+            lazy: whether each tensor and array is replaced by a function without arguments that reads it.
+            key: a key of the tree, of whose value alone the tensors are read. None means the whole tree.
 
         Returns:
             The tree, or its value under ``key``. None if there is none.
@@ -150,8 +145,7 @@ class Checkpoint(Mapping[str, TensorInfo]):
     ) -> dict[str, torch.Tensor]:
         """Returns whole tensors by key, assembled from the pieces of all ranks.
 
-        It reads only these tensors, the index chunks that list them and the digests that cover them. It reads nothing
-        for tensors on the device "meta".
+        It reads only these tensors, their index chunks and their digests, and nothing for the device "meta".
 
         Args:
             keys: one key, a glob (``"master/*"``), several keys or globs, or a predicate over keys. None selects the
@@ -160,14 +154,11 @@ class Checkpoint(Mapping[str, TensorInfo]):
                 another name of a tied weight, the weight is returned under that name. A predicate is called with the
                 keys under which tensors are stored.
             device: the device on which the tensors are made.
-            dtype: the dtype to which the tensors are converted. Only conversions between floating point types, or
-                between integer types, are possible. It is a ``torch.dtype`` or its name, such as ``"bfloat16"``. None
-                keeps the stored dtypes.
-            verify: whether every block is compared with its digest. None means yes, unless the environment has
-                ZCKPT_VERIFY=0.
+            dtype: the dtype to which the tensors are converted, or its name, such as ``"bfloat16"``. None keeps the
+                stored ones. Only conversions between floating point types, or between integer types, are possible.
+            verify: whether every block is compared with its digest. None means yes, unless ZCKPT_VERIFY=0 is set.
             out: tensors by key that are filled, and to whose dtype the stored elements are converted. They must be
-                contiguous and have the stored shapes. They may be on any device. After an error they have undefined
-                values.
+                contiguous and have the stored shapes, on any device. After an error their values are undefined.
             progress: an object that is told how many bytes are done, such as ``zckpt.ProgressBar()``.
 
         Returns:
@@ -181,8 +172,7 @@ class Checkpoint(Mapping[str, TensorInfo]):
             CastError: a dtype cannot be converted to ``dtype``.
             ValueError: there is no such ``dtype``.
             TypeError: ``out`` is not a mapping to tensors.
-            DeviceError: the device does not exist, does not work or has too little memory. The error names the usable
-                devices.
+            DeviceError: the device does not exist, does not work or has too little memory. It names the usable devices.
             FormatError: data is damaged or missing.
             StorageError: the operating system reports an error when it reads.
         """
@@ -312,24 +302,16 @@ class Checkpoint(Mapping[str, TensorInfo]):
         requests: dict[tuple[str, int, int], ReadRequest] = {}
         infos = loader.contents.select(keys)
         with loader.advised():
-            pieces_of_rank = {
-                key: [piece for piece in loader.contents.pieces(info) if piece.rank == rank]
-                for key, info in infos.items()
-            }
-            copies = {(info.key, piece.copy): info for key, info in infos.items() for piece in pieces_of_rank[key]}
+            each = [(key, piece) for key in infos for piece in loader.contents.pieces(infos[key]) if piece.rank == rank]
+            tensors = loader.contents.tensors(infos[key] for key, _ in each)
             if device.type != "meta":
-                loader.contents.check_copies(list(copies.values()), [copy for _, copy in copies], loader.budget.nbytes)
-            each = [(key, info, piece) for key, info in infos.items() for piece in pieces_of_rank[key]]
-            shapes = [(piece.span.numel,) for _, _, piece in each]
-            targets = empty_tensors(
-                loader.contents.tensors(info for _, info, _ in each),
-                shapes,
-                device,
-                [None] * len(each),
-                [piece.offset for *_, piece in each],
-            )
-            for (key, info, piece), target in zip(each, targets, strict=True):
-                requests[key, piece.span.start, piece.span.stop] = ReadRequest(info, piece.span, target, piece.copy)
+                copies = [piece.copy for _, piece in each]
+                loader.contents.check_sizes(tensors, loader.budget.nbytes, copies=copies)
+            shapes, offsets = [(piece.span.numel,) for _, piece in each], [piece.offset for _, piece in each]
+            targets = empty_tensors(tensors, shapes, device, [None] * len(each), offsets)
+            for (key, piece), target in zip(each, targets, strict=True):
+                place = key, piece.span.start, piece.span.stop
+                requests[place] = ReadRequest(infos[key], piece.span, target, piece.copy)
             loader.read(list(requests.values()), verify=verify)
         return {place: request.target for place, request in requests.items()}
 
@@ -369,7 +351,7 @@ class Checkpoint(Mapping[str, TensorInfo]):
         """
         loader, device, weight_dtype = self._loader, check_device(device), dtype_of(dtype)
         sources = self.weights()
-        kept = unconverted(() if weight_dtype is None else extra_state(loader))
+        kept = unconverted(() if weight_dtype is None else loader.extra_state)
         casts = [
             weight_dtype if info.part != BUFFER and info.dtype.is_floating_point and name not in kept else None
             for name, info in sources.items()
@@ -421,8 +403,8 @@ class Checkpoint(Mapping[str, TensorInfo]):
         with loader.advised():
             plan, values = plan_load(loader, state_dict, strict=strict), PlainValues(loader, own_rank(loader))
             loaded = [(leaf, copy.deepcopy(values[name])) for name, leaf in plan.values.items()]
-            loader.contents.check_sizes(info for _, info, span, _ in plan.tensors if span.numel)
-        requests = [ReadRequest(info, span, target) for _, info, span, target in plan.tensors if span.numel]
+            requests = [request for request in plan.tensors.values() if request.span.numel]
+            loader.contents.check_sizes(request.info for request in requests)
         nbytes = sum(request.span.numel * request.info.item_bytes for request in requests)
         with loader.advised(left), reported(progress, "load", nbytes) as advance:
             loader.fill(requests, rank=own_rank(loader), verify=verify, advance=advance)

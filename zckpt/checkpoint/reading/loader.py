@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import itertools
-from contextlib import nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
-from zckpt.checkpoint.listing.tensors import TensorInfo
+from zckpt.checkpoint.listing.tensors import TensorInfo, Tensors
 from zckpt.checkpoint.reading.targets import check_casts, empty_tensors, refuse_overlaps
 from zckpt.errors import FormatError
 from zckpt.format import names, tree
 from zckpt.geometry import Span, all_of, distinct, same_order
 from zckpt.orders import row_count
-from zckpt.plan.inventory import BUFFER, MASTER, PARAM, STATE
+from zckpt.plan.inventory import BUFFER, EXTRA_STATE, MASTER, PARAM, STATE
 from zckpt.plan.reads import SPACED_GAP_BYTES, plan_reads
 from zckpt.plan.reshard import RequestedSpan, piece_ranges
 from zckpt.system.collector import without_collector
@@ -30,22 +30,16 @@ from zckpt.transfer.staging import StagingPool, pool_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-    from contextlib import AbstractContextManager
 
     from zckpt.checkpoint.listing.contents import Contents
-    from zckpt.checkpoint.listing.tensors import Tensors
-    from zckpt.format.digest import ReadFile
     from zckpt.geometry import Ints
-    from zckpt.plan.reads import ReadOp
 
 HOST = torch.device("cpu")
 PLANNED_PIECES = 1 << 16
-"""About how many pieces ``Loader.read`` plans at a time. The plan of a piece takes up to 400 bytes, and there
-are two plans in memory at a time."""
+"""About how many pieces ``Loader.read`` plans at a time. Each takes up to 400 bytes, in two plans at a time."""
 FIRST_TENSORS = 1 << 13
 """The most tensors that ``Loader.read`` plans before it reads the first of them. While it reads them, it plans up to
-twice as many, and so on. If the number were smaller, more threads of Python would wait for each other, and the disk
-would more often wait for the last reads of a plan."""
+twice as many, and so on. With a smaller number, threads and the disk would wait more often."""
 
 
 class ReadRequest(NamedTuple):
@@ -73,23 +67,23 @@ class _Wanted:
     copies: Ints
     """The number of the copy of each tensor that is read, or -1 if any copy will do."""
     targets: Callable[[slice], Sequence[torch.Tensor]]
-    """Returns the memory that some of the tensors go to. It may make this memory, so it is called once for each
-    tensor."""
+    """Returns, or makes, the memory that some of the tensors go to. It is called once for each tensor."""
+    rank: int | None
+    """These are arguments of ``Loader.read``, like all that follow."""
+    verify: bool
+    advance: Callable[[int], None]
+    staging: StagingPool
+    urgent: int = 0
+    after_urgent: Callable[[], None] = lambda: None
 
     def take(self, numbers: slice) -> _Wanted:
         """Returns what is read of the tensors with these numbers."""
-        targets = self.targets(numbers)
-        return _Wanted(self.tensors[numbers], self.spans[numbers], self.copies[numbers], targets.__getitem__)
-
-
-class _Plan(NamedTuple):
-    """What ``run_reads`` takes."""
-
-    ops: tuple[ReadOp, ...]
-    files: Mapping[int, ReadFile]
-    targets: Targets
-    after_urgent: Callable[[], None]
-    checks: Sequence[Callable[[], object]]
+        has_last_urgent = numbers.start < self.urgent <= numbers.stop
+        return replace(
+            self, tensors=self.tensors[numbers], spans=self.spans[numbers], copies=self.copies[numbers],
+            targets=self.targets(numbers).__getitem__, urgent=self.urgent - numbers.start if has_last_urgent else 0,
+            after_urgent=self.after_urgent if has_last_urgent else lambda: None,
+        )  # fmt: skip
 
 
 def _leaf(ext: int, tensor: torch.Tensor) -> object:
@@ -135,6 +129,20 @@ class Loader:
         with self.advised():
             return self._tree(self.manifest.state, names.MANIFEST)
 
+    @property
+    def root(self) -> dict[Any, Any]:
+        """The tree ``state``, or an empty dict if it is not a map."""
+        return self.state if isinstance(self.state, dict) else {}
+
+    @property
+    def extra_state(self) -> frozenset[str]:
+        """The names of the buffers that modules had added to their ``state_dict`` themselves. Raises FormatError."""
+        engine = self.root.get("engine")
+        extra = engine.get(EXTRA_STATE, []) if isinstance(engine, dict) else []
+        if not isinstance(extra, list) or not all(isinstance(name, str) for name in extra):
+            raise FormatError(f"state: {EXTRA_STATE} is not a list of names", file=self.path)
+        return frozenset(extra)
+
     def rank_state(self, rank: int, *, lazy: bool = False, key: str | None = None) -> Any:
         """Returns what ``Checkpoint.rank_state`` returns."""
         with self.advised():
@@ -159,9 +167,8 @@ class Loader:
         return value
 
     def _tree(self, packed: bytes, file: str, key: str | None = None) -> Any:
-        """Returns a tree with all tensors that it refers to. The tensors are read together, so their sizes are first
-        checked against the sizes of their files. With ``key``, returns only the value that the tree has under this
-        key."""
+        """Returns a tree, or with ``key`` the value that it has under this key, with all tensors that it refers to.
+        They are read together, so their sizes are first checked against those of their files."""
 
         def unpack(get: Callable[[int, str], object]) -> Any:
             value = tree.unpack(packed, get, file)
@@ -169,8 +176,7 @@ class Loader:
 
         infos = {info.name: info for info in _tensors_in(unpack(lambda ext, name: self.contents.state_info(name)))}
         self.contents.check_sizes(infos.values())
-        # torch.set_rng_state reads from the start of the storage of its tensor, so each tensor has a storage of its
-        # own.
+        # torch.set_rng_state reads from the start of its tensor's storage, so each tensor has one of its own.
         tensors = {name: torch.empty(info.shape, dtype=info.dtype, device="cpu") for name, info in infos.items()}
         if infos:
             self.load([*infos], [*infos.values()], existing=tensors)
@@ -219,8 +225,7 @@ class Loader:
         urgent: int = 0,
         after_urgent: Callable[[], None] = lambda: None,
     ) -> None:
-        """Fills the target of every request. All tensor data is read by this method. Nothing is read for a target on
-        the device "meta". Raises the errors of ``Checkpoint.load``.
+        """Fills the target of each request, except on the device "meta". Raises the errors of ``Checkpoint.load``.
 
         ``rank``: the rank whose copy is read if a tensor has several copies and ``rank`` alone has one of them.
         Otherwise, and with None, the first copy is read. ``verify``: as for ``Checkpoint.load``. ``advance`` is called
@@ -229,8 +234,7 @@ class Loader:
 
         ``urgent``: the number of requests, at the beginning of ``requests``, that are urgent. They are read first, but
         what is in the page cache is read before what is on the disk. ``after_urgent`` is called once, as soon as the
-        targets of all urgent requests are filled. It may be called in any of the threads that do the work, and delays
-        this thread, so it should return soon.
+        targets of all urgent requests are filled. Any thread that does the work may call it, so it should return soon.
         """
         infos, spans, targets, copies = list[TensorInfo](), list[Span](), list[torch.Tensor](), list[int]()
         urgent_read = 0
@@ -246,51 +250,40 @@ class Loader:
         staging = staging or self.staging(devices_of(targets))
         if not urgent_read:
             after_urgent()
-        wanted = _Wanted(self.contents.tensors(infos), spans, np.array(copies, np.int64), targets.__getitem__)
+        wanted = _Wanted(
+            self.contents.tensors(infos), spans, np.array(copies, np.int64), targets.__getitem__, rank,
+            verifies(verify), advance, staging, urgent_read, after_urgent,
+        )  # fmt: skip
         del infos, copies
-        self._read(wanted, rank, verify, advance, staging, urgent_read, after_urgent)
+        self._read(wanted)
 
-    def _read(
-        self,
-        wanted: _Wanted,
-        rank: int | None,
-        verify: bool | None,
-        advance: Callable[[int], None],
-        staging: StagingPool,
-        urgent: int = 0,
-        after_urgent: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Plans the reads of one batch of tensors after the other, and carries them out. A batch is planned while the
-        one before it is read."""
-        verify = verifies(verify)
-        batches, inference = list(self._batches(wanted, verify)), torch.is_inference_mode_enabled()
-        plans: list[_Plan] = []
+    def _read(self, wanted: _Wanted) -> None:
+        """Plans and carries out the reads batch by batch. A batch is planned while the one before it is read."""
+        batches, inference = list(self._batches(wanted)), torch.is_inference_mode_enabled()
+        plans: list[Callable[[], None]] = []
 
         def plan(batch: slice) -> None:
             with torch.inference_mode(inference):  # as in the thread of the caller, because targets are made here
-                is_last_urgent = batch.start < urgent <= batch.stop
-                urgent_of_batch = urgent - batch.start if is_last_urgent else 0
-                after = after_urgent if is_last_urgent else lambda: None
-                plans.append(self._plan(wanted.take(batch), rank, verify, staging.batch_bytes, urgent_of_batch, after))
+                plans.append(self._plan(wanted.take(batch)))
 
         if not batches:
             return
         plan(batches[0])
-        with staging.kept() if len(batches) > 1 else nullcontext():
+        with wanted.staging.kept() if len(batches) > 1 else nullcontext():
             for following in batches[1:]:
                 with beside(partial(plan, following), "zckpt-plan") as start:
                     start()
-                    self._carry_out(plans.pop(0), advance, staging)
-            self._carry_out(plans.pop(), advance, staging)
+                    plans.pop(0)()
+            plans.pop()()
 
-    def _batches(self, wanted: _Wanted, verify: bool) -> Iterator[slice]:
+    def _batches(self, wanted: _Wanted) -> Iterator[slice]:
         """Yields the positions of the tensors that are planned together. Planning takes memory for each piece of a
         tensor, for each row of equally spaced runs, and for each range that is read by itself."""
         pieces = np.full(len(wanted.tensors), self.manifest.world_size)
         for number, (span, grid) in enumerate(zip(wanted.spans, wanted.tensors.grids, strict=True)):
             if not same_order(span.grid, grid):
                 pieces[number] += row_count(span, grid) - 1
-                if not verify:  # The most ranges that ``plan_reads`` does not read together.
+                if not wanted.verify:  # The most ranges that ``plan_reads`` does not read together.
                     pieces[number] += wanted.tensors[number].nbytes // SPACED_GAP_BYTES
         stops = np.cumsum(pieces)
         first, together = 0, FIRST_TENSORS
@@ -300,18 +293,11 @@ class Loader:
             yield slice(first, stop)
             first, together = stop, together * 2
 
-    def _plan(
-        self,
-        wanted: _Wanted,
-        rank: int | None,
-        verify: bool,
-        batch_bytes: int,
-        urgent: int,
-        after_urgent: Callable[[], None],
-    ) -> _Plan:
-        tensors = wanted.tensors
+    def _plan(self, wanted: _Wanted) -> Callable[[], None]:
+        """Plans the reads of a batch. Returns the function that carries them out and raises the errors of ``read``."""
+        tensors, verify = wanted.tensors, wanted.verify
         stored_ranges = piece_ranges(
-            self.contents.stored(tensors, wanted.copies, rank),
+            self.contents.stored(tensors, wanted.copies, wanted.rank),
             tensors.grids,
             map(RequestedSpan, itertools.count(), wanted.spans),
             tensors.item_bytes,
@@ -326,22 +312,23 @@ class Loader:
             data_starts=self.manifest.files.data_start,
             block_bytes=self.manifest.block_bytes,
             verify=verify,
-            batch_bytes=batch_bytes,
+            batch_bytes=wanted.staging.batch_bytes,
             places=places_of(self.reader, targets, files),
-            urgent=urgent,
+            urgent=wanted.urgent,
             gap_bytes=self.contents.store.gap_bytes,
         )
-        return _Plan(ops, files, targets, after_urgent, self.contents.checks_beside(keys_of_files, verify=verify))
+        checks = self.contents.checks_beside(keys_of_files, verify=verify)
+        how = self.budget, wanted.staging, wanted.advance, wanted.after_urgent, checks
 
-    def _carry_out(self, plan: _Plan, advance: Callable[[int], None], staging: StagingPool) -> None:
-        """Carries out the reads of a batch. Raises the errors of ``read``."""
-        ops, files, targets, after_urgent, checks = plan
-        try:
-            run_reads(self.reader, ops, files, targets, self.budget, staging, advance, after_urgent, checks)
-        except FormatError:
-            for check in checks:  # A file that is too short, for example, explains what is wrong with its data.
-                check()
-            raise
+        def carry_out() -> None:
+            try:
+                run_reads(self.reader, ops, files, targets, *how)
+            except FormatError:
+                for check in checks:  # A file that is too short, for example, explains what is wrong with its data.
+                    check()
+                raise
+
+        return carry_out
 
     def staging(self, devices: Iterable[torch.device]) -> StagingPool:
         """Makes a pool of buffers for ``read``. ``devices``: those, besides the CPU, to whose memory is read."""
@@ -388,6 +375,7 @@ class Loader:
             made(unread)
             advance(sum(tensors.take(unread).nbytes.tolist()))
         whole = tensors.take(read)
-        wanted = _Wanted(whole, [*map(all_of, whole.shapes)], np.full(len(read), -1), lambda batch: made(read[batch]))
-        self._read(wanted, None, verify, advance, staging or self.staging(devices))
+        spans, copies = [*map(all_of, whole.shapes)], np.full(len(read), -1)
+        how = verifies(verify), advance, staging or self.staging(devices)
+        self._read(_Wanted(whole, spans, copies, lambda batch: made(read[batch]), None, *how))
         return {name: targets[number] for number, name in enumerate(names)}

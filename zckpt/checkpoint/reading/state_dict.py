@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
+from zckpt.checkpoint.reading.loader import Loader, ReadRequest
 from zckpt.engines.group import rank_group_of
-from zckpt.engines.state_dict import OWN, PATHS, RANKS, STATE_DICT, STREAMS, held_span, leaves_of, name_of
+from zckpt.engines.state_dict import OWN, PATHS, RANKS, STATE_DICT, STREAMS, Leaf, held_span, leaves_of, name_of
 from zckpt.engines.tensors import local_of
 from zckpt.errors import CastError, FormatError, MismatchError
 from zckpt.format.names import CLIENT_RANK_STATE, CLIENT_STATE
@@ -16,14 +17,9 @@ from zckpt.plan.select import nearest
 from zckpt.transfer.memory import check_cast, check_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
-
     import torch
 
     from zckpt.checkpoint.listing.tensors import TensorInfo
-    from zckpt.checkpoint.reading.loader import Loader
-    from zckpt.engines.state_dict import Leaf
-    from zckpt.geometry import Span
 
 _INDICES = range(1 << 20)
 SHOWN_MAX = 5
@@ -38,8 +34,7 @@ def tensors_by_name(checkpoint: Loader) -> dict[str, TensorInfo]:
 
 
 def paths_of(checkpoint: Loader) -> dict[str, tuple[str | int, ...]]:
-    """Returns the path of each leaf of the state dict that was written, by its name. It is empty if the checkpoint is
-    not one of a state dict. Raises FormatError."""
+    """Returns the path of each leaf of the written state dict, if it was one, by its name. Raises FormatError."""
     paths = [*_unpacked_paths(_tree(checkpoint).get(PATHS, []))]
     if not all(map(is_path, paths)):
         raise FormatError(f"state: {STATE_DICT}.{PATHS} is not a list of paths", file=checkpoint.path)
@@ -68,14 +63,11 @@ def is_path(value: object) -> bool:
 
 
 class PlainValues(Mapping[str, Any]):
-    """The plain values of a checkpoint by name, those of all ranks. What a single rank has written is read when it is
-    asked for."""
+    """The plain values of all ranks by name. What a single rank has written is read when it is asked for."""
 
     def __init__(self, checkpoint: Loader, rank: int | None = None) -> None:
-        """``rank``: the rank whose own values are returned, of those of which each rank has its own. None means rank
-        0, or the first rank that has such a value."""
-        root = checkpoint.state if isinstance(checkpoint.state, dict) else {}
-        self._common = _map(root.get(CLIENT_STATE, {}), CLIENT_STATE, checkpoint)
+        """``rank``: the rank whose own values are returned. None means rank 0, or the first rank that has a value."""
+        self._common = _map(checkpoint.root.get(CLIENT_STATE, {}), CLIENT_STATE, checkpoint)
         self._ranks = _map(_tree(checkpoint).get(RANKS, {}), f"{STATE_DICT}.{RANKS}", checkpoint)
         self._own, self._streams = (_names(_tree(checkpoint).get(key)) for key in (OWN, STREAMS))
         self._rank = rank
@@ -122,8 +114,7 @@ def _names(value: object) -> frozenset[str]:
 
 
 def _tree(checkpoint: Loader) -> dict[str, Any]:
-    root = checkpoint.state if isinstance(checkpoint.state, dict) else {}
-    engine = root.get("engine")
+    engine = checkpoint.root.get("engine")
     tree = engine.get(STATE_DICT, {}) if isinstance(engine, dict) else {}
     return _map(tree, STATE_DICT, checkpoint)
 
@@ -138,8 +129,8 @@ def _map(value: object, what: str, checkpoint: Loader) -> dict[str, Any]:
 class LoadPlan:
     """What is read into a state dict, on one rank."""
 
-    tensors: list[tuple[str, TensorInfo, Span, torch.Tensor]]
-    """The name of each tensor, the tensor of the checkpoint, the elements that this rank holds, and their memory."""
+    tensors: dict[str, ReadRequest]
+    """What is read of each tensor, by its name: the elements that this rank holds."""
     values: dict[str, Leaf]
     """The plain values by name, and their places."""
     left: list[str]
@@ -150,7 +141,7 @@ def plan_load(checkpoint: Loader, state_dict: Mapping[Any, Any], *, strict: bool
     """Plans what is read into a state dict. ``strict``: whether the checkpoint has to have all of its leaves. Raises
     MismatchError, which lists what does not fit, and the errors of ``leaves_of``."""
     leaves, infos, values = leaves_of(state_dict), tensors_by_name(checkpoint), PlainValues(checkpoint)
-    plan, problems = LoadPlan([], {}, []), []
+    plan, problems = LoadPlan({}, {}, []), []
     for name, leaf in leaves.items():
         if name not in (infos if leaf.is_tensor else values):
             plan.left.append(name)
@@ -160,10 +151,10 @@ def plan_load(checkpoint: Loader, state_dict: Mapping[Any, Any], *, strict: bool
             if not isinstance(leaf.container, (MutableMapping, list)):
                 problems.append(f"{name} is in a {type(leaf.container).__name__}, which cannot be changed")
         else:
-            info, target = infos[name], local_of(leaf.value).detach()
+            target = local_of(leaf.value).detach()
             try:
-                check_fits(name, info, leaf.value)
-                plan.tensors.append((name, info, held_span(leaf.value), target))
+                check_fits(name, infos[name], leaf.value)
+                plan.tensors[name] = ReadRequest(infos[name], held_span(leaf.value), target)
             except (ValueError, CastError) as error:
                 problems.append(f"{name}: {error.message}" if isinstance(error, CastError) else str(error))
     if problems:
@@ -173,13 +164,12 @@ def plan_load(checkpoint: Loader, state_dict: Mapping[Any, Any], *, strict: bool
             f"the checkpoint does not fit the state dict; nothing was changed:{listed}{more}",
             file=checkpoint.path, hint=_hint(leaves, plan.left, infos, values),
         )  # fmt: skip
-    check_memory(((name, target) for name, _, _, target in plan.tensors), MismatchError)
+    check_memory(((name, request.target) for name, request in plan.tensors.items()), MismatchError)
     return plan
 
 
 def check_fits(name: str, info: TensorInfo, tensor: torch.Tensor) -> None:
-    """Raises MismatchError or CastError if a tensor of a checkpoint has another shape than ``tensor``, or a dtype that
-    cannot be converted to its dtype."""
+    """Raises MismatchError if the shapes differ, and CastError if the dtype cannot be converted."""
     if tuple(tensor.shape) != info.shape:
         raise MismatchError(f"{name} is {list(info.shape)} in the checkpoint, {list(tensor.shape)} here", key=name)
     check_cast(info.dtype, tensor.dtype, name)
@@ -197,8 +187,7 @@ def _why_missing(name: str, leaf: Leaf, infos: Collection[str], values: Collecti
 def _hint(
     leaves: Mapping[str, Leaf], left: Sequence[str], infos: Collection[str], values: Collection[str]
 ) -> str | None:
-    """Returns a hint about the leaves that the checkpoint does not have. It may have them as the other kind, or without
-    the first key of their path."""
+    """Returns a hint about leaves that the checkpoint lacks, or has as the other kind or without their first key."""
     if any(name in infos or name in values for name in left):
         return (
             "have a tensor of this shape where the checkpoint has a tensor, and a plain value where it has one; "

@@ -32,8 +32,7 @@ def empty_tensors(
 
 
 def check_casts(tensors: Tensors, dtypes: Sequence[torch.dtype | None]) -> None:
-    """Raises CastError unless each of ``tensors`` can be converted to its dtype. Those without one are not
-    converted."""
+    """Raises CastError unless each of ``tensors`` that has a dtype in ``dtypes`` can be converted to it."""
     if any(dtypes):
         for key, own, dtype in zip(tensors.keys, tensors.dtypes, dtypes, strict=True):
             if dtype is not None:
@@ -80,8 +79,7 @@ def _shares_places(tensor: torch.Tensor) -> bool:
 
 
 def check_target(key: str, stored: torch.dtype, shape: tuple[int, ...], target: torch.Tensor) -> None:
-    """Raises TypeError, MismatchError or CastError unless a tensor fits into the memory that a caller has passed for
-    it."""
+    """Raises TypeError, MismatchError or CastError unless a tensor fits into the memory that a caller has passed."""
     value: object = target
     if not isinstance(value, torch.Tensor):
         kind = f"{type(value).__module__}.{type(value).__name__}"

@@ -11,9 +11,9 @@ import msgpack
 from zckpt.checkpoint.listing.contents import Contents, plain_root
 from zckpt.checkpoint.listing.doubt import settle
 from zckpt.checkpoint.listing.files import files_in, lengths
-from zckpt.checkpoint.listing.find import find_and_open
+from zckpt.checkpoint.listing.find import find_and_open, manifest_of
 from zckpt.checkpoint.listing.runs import COMPARED_MAX, decode_manifest, directories, manifest_bytes, run_of
-from zckpt.checkpoint.restoring.peers import PeerReader
+from zckpt.checkpoint.restoring.peers import PeerReader, Peers
 from zckpt.errors import FormatError, ZckptError, first_few
 from zckpt.format import names
 from zckpt.format.rules import broken
@@ -24,7 +24,6 @@ from zckpt.storage.schemes import open_store
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from zckpt.checkpoint.restoring.peers import Peers
     from zckpt.format.manifest import Manifest
     from zckpt.ranks.collectives import Ranks
     from zckpt.storage.contract import Store
@@ -48,15 +47,16 @@ class Spread(NamedTuple):
     """For each file that this rank does not see, a rank that does, and the size of the file in bytes."""
 
     @property
-    def missing(self) -> list[str]:
-        """The files that no rank sees."""
-        return [file for file, ranks in self.holders.items() if not ranks]
+    def lost(self) -> dict[str, str]:
+        """The files that no rank sees, and words for the machine that had each of them."""
+        files = [file for file, ranks in self.holders.items() if not ranks]
+        machines = machines_in(plain_root(self.manifest)) if files else ()
+        disks = {names.rank_dir(self.manifest.save_id, rank): str(each) for each in machines for rank in each.ranks}
+        return {file: disks.get(file.rpartition("/")[0], ANOTHER) for file in files}
 
     def opened(self, peers: Peers) -> tuple[Store, Contents]:
-        """Returns the directory of the checkpoint, and what it holds. Files of other machines are read from their
-        ranks."""
-        disks = _disks(self.manifest)
-        lost = {file: disks.get(file.rpartition("/")[0], ANOTHER) for file in self.missing}
+        """Returns the directory of the checkpoint, and what it holds, of which ``peers`` read what is elsewhere."""
+        lost = self.lost
         local, remote = self.store.reader(), PeerReader(peers, self.elsewhere, lost)
         reader = OverlayReader([local, remote], dict.fromkeys([*self.elsewhere, *lost], remote))
         return self.store, Contents(self.manifest, reader, self.store)
@@ -69,18 +69,17 @@ def find_spread(path: StrPath, ranks: Ranks) -> tuple[Spread | None, Callable[[]
     spread, opened = look_for_spread(path, ranks)
     if spread is not None:
         settle(spread.store, ranks)
-        if missing := spread.missing:
+        if lost := spread.lost:
             base = open_store(path)
             run = run_of(base) if base.location == spread.store.location else base
-            raise _gone(spread, missing, _whole(run, ranks))
+            raise _gone(spread.store, lost, _whole(run, ranks))
     return spread, opened
 
 
 def look_for_spread(path: StrPath, ranks: Ranks) -> tuple[Spread | None, Callable[[], tuple[Store, Contents]]]:
     """Returns the checkpoint at ``path``, or that of the run at ``path``, if it was written with ``node_local``, and
-    None if no rank finds such a checkpoint. Also returns a function that returns the directory of the checkpoint that
-    this rank finds, and what it holds, or raises the error of ``find_and_open``. This is collective, and changes
-    nothing.
+    None if no rank finds such a checkpoint. Also returns a function that returns what ``find_and_open`` has returned on
+    this rank, or raises its error. This is collective, and changes nothing.
 
     If the ranks find different checkpoints, it is the one with the most steps. Some of its files may be missing. Raises
     RankError and StorageError.
@@ -124,12 +123,10 @@ def look_for_spread(path: StrPath, ranks: Ranks) -> tuple[Spread | None, Callabl
 
     def look_for_files() -> Any:
         manifest = decode_manifest(store, raw)
-        own, may_have = files_in(store, manifest), lengths(manifest)
-        numbers = [number for number, file in enumerate(may_have) if file in own]
-        sizes = [own[file] for file in may_have if file in own]
-        least = [nbytes.start for file, nbytes in may_have.items() if file in own]
-        longer = {n: size for n, size, start in zip(numbers, sizes, least, strict=True) if size != start}
-        return [_runs(numbers), longer]
+        own = files_in(store, manifest)
+        seen = [(number, *each) for number, each in enumerate(lengths(manifest).items()) if each[0] in own]
+        longer = {number: own[file] for number, file, nbytes in seen if own[file] != nbytes.start}
+        return [_runs([number for number, *_ in seen]), longer]
 
     views = [_View(*fields) for fields in ranks.decide(look_for_files, _views, "look for the files")]
 
@@ -205,8 +202,7 @@ def _whole(run: Store, ranks: Ranks) -> list[str]:
         for store, entries in directories(run):
             if names.MANIFEST in entries:
                 try:
-                    with closing(store.reader()) as reader:
-                        manifest = decode_manifest(store, manifest_bytes(reader))
+                    manifest = manifest_of(store)
                 except ZckptError:
                     continue
                 lacking = lengths(manifest).keys() - files_in(store, manifest).keys()
@@ -222,22 +218,11 @@ def _whole(run: Store, ranks: Ranks) -> list[str]:
     return ranks.decide(look, whole, "look for whole checkpoints")
 
 
-def _disks(manifest: Manifest) -> dict[str, str]:
-    """Returns the machine of each directory with the files of a rank, as words for an error."""
-    return {
-        names.rank_dir(manifest.save_id, rank): str(machine)
-        for machine in machines_in(plain_root(manifest))
-        for rank in machine.ranks
-    }
-
-
-def _gone(spread: Spread, missing: Sequence[str], whole: Sequence[str]) -> FormatError:
-    disks = _disks(spread.manifest)
-    lost = dict.fromkeys(disks.get(path.rpartition("/")[0], ANOTHER) for path in missing)
+def _gone(store: Store, lost: Mapping[str, str], whole: Sequence[str]) -> FormatError:
     what = f"of the run's other checkpoints these are whole, newest first: {', '.join(whole)}"
     return broken(
-        "F001", f"no rank sees {len(missing)} files of the checkpoint ({first_few(missing, 2)}); they were on a disk "
-        f"of {' and '.join(lost)}", file=str(spread.store.location),
+        "F001", f"no rank sees {len(lost)} files of the checkpoint ({first_few([*lost], 2)}); they were on a disk "
+        f"of {' and '.join(dict.fromkeys(lost.values()))}", file=str(store.location),
         hint=f"start a rank on that machine, restore from several places if the run has copies elsewhere (copy_to), or "
         f"restore another checkpoint; "
         f"{what if whole else 'no other checkpoint of the run is whole on these machines'}",

@@ -8,27 +8,24 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 
 from zckpt.errors import RankError, StorageError, ZckptError
 from zckpt.format.rules import broken
 from zckpt.ranks.collectives import FILES, Ranks
-from zckpt.storage.contract import IOCount
+from zckpt.storage.contract import IOCount, Reader
 from zckpt.system.threads import Worker
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from typing import Self
 
     import torch.distributed as dist
 
     from zckpt.storage.buffers import Bytes
-    from zckpt.storage.contract import Reader
 
 REQUEST_BYTES = 4 << 20
 """The most bytes of one request. Longer reads are cut."""
@@ -81,9 +78,8 @@ def accepted(wanted: Sequence[WantedRange], round_bytes: int) -> list[WantedRang
 
 
 def _dealt_out(told: Sequence[Any]) -> tuple[tuple[bool, bool], dict[int, tuple[list[WantedRange], list[WantedRange]]]]:
-    """Decides, on rank 0, which requests are served in this round. Returns whether there are any, and whether all ranks
-    have ended, and for each rank what it sends and what it receives. ``told``: for each rank, whether it has ended, and
-    its requests."""
+    """Decides, on rank 0, which requests are served in this round. Returns whether there are any, whether all ranks
+    have ended, and what each sends and receives. ``told``: whether each rank has ended, and its requests."""
     wanted = [
         WantedRange(rank, number, *request)
         for rank, (_, requests) in enumerate(told)
@@ -97,8 +93,7 @@ def _dealt_out(told: Sequence[Any]) -> tuple[tuple[bool, bool], dict[int, tuple[
 
 
 def _for_those_who_asked(outcomes: Sequence[Any]) -> tuple[None, dict[int, list[Any]]]:
-    """Returns for each rank that has asked the outcomes of its requests. ``outcomes``: what ``Peers._read`` has
-    returned on each rank."""
+    """Returns the outcomes of each rank's requests. ``outcomes``: what ``Peers._read`` has returned on each rank."""
     of_ranks: dict[int, list[Any]] = {}
     for rank, *outcome in chain(*outcomes):
         of_ranks.setdefault(rank, []).append(outcome)
@@ -110,11 +105,10 @@ class Peers:
     the others. In between, each rank may read what the others have. Use it as a context manager."""
 
     def __init__(self, group: dist.ProcessGroup | None, reader: Reader, call: str) -> None:
-        """``reader`` reads the files that this rank has, and is closed at the end. ``call`` is the function of zckpt
-        that all ranks call."""
+        """``reader`` reads this rank's files, and is closed at the end. ``call``: the function that all ranks call."""
         self._ranks = Ranks(group, channel=FILES, call=call)
         self._reader = reader
-        self._waiting: deque[_Request] = deque()
+        self._waiting: list[_Request] = []
         self._lock = threading.Lock()
         self._ended = False
         self._failure: BaseException | None = None
@@ -205,8 +199,7 @@ class Peers:
         return True
 
     def _read(self, to_send: Sequence[WantedRange], room: Bytes) -> list[list[Any]]:
-        """Reads what other ranks want. Returns for each request the rank, the number of the request, the number of
-        bytes read, and the text of an error."""
+        """Reads what other ranks want. Returns the rank, number, bytes read and error of each request."""
         outcomes: list[list[Any]] = []
         start = 0
         for one in to_send:
@@ -226,8 +219,8 @@ class PeerReader:
     direct = None
 
     def __init__(self, peers: Peers, elsewhere: Mapping[str, tuple[int, int]], lost: Mapping[str, str]) -> None:
-        """``elsewhere``: for each file, a rank that has it, and its size in bytes. ``lost``: for each file that no rank
-        has, the machine that had it."""
+        """``elsewhere``: a rank that has each file, and its size in bytes. ``lost``: for each file that no rank has,
+        the machine that had it."""
         self.count = IOCount()
         self._peers, self._elsewhere, self._lost = peers, elsewhere, lost
 

@@ -18,17 +18,16 @@ from zckpt.checkpoint.restoring.mismatch import (
     not_dealt_out,
     told,
 )
-from zckpt.engines.contract import Selection
+from zckpt.engines.contract import EngineAdapter, Restoring, Selection
 from zckpt.engines.state_dict import STATE_DICT
 from zckpt.format.names import CLIENT_STATE
 from zckpt.geometry import same_order
 from zckpt.plan.inventory import MASTER, WEIGHT_PARTS
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from zckpt.checkpoint.reading.loader import Loader
-    from zckpt.engines.contract import EngineAdapter, Restoring
     from zckpt.progress import Progress
     from zckpt.transfer.budget import Budget
 
@@ -80,11 +79,9 @@ class RestorePlan:
     restoring: Restoring
     client_state: dict[str, Any]
     rank_state: dict[str, Any] | None
-    """The ``client_rank_state`` of this rank, if it is read. It is None if the rank has none, and if the checkpoint was
-    written by another number of ranks."""
+    """The ``client_rank_state`` of this rank. None if there is none, it is not read, or the world size has changed."""
     problems: Sequence[str]
     hint: str | None
-    """What the user can do about the problems."""
     warnings: Sequence[str]
 
 
@@ -163,7 +160,9 @@ def plan_restore(
             warnings += fits_in_part(checkpoint, matched, trees)
     weights = [part for part in names if part in WEIGHT_PARTS]
     what_to_do = hint(adapter, selection, matched, weights, misfits, roles, against, saved, request.caller)
-    if what_to_do and _has_optimizer(paths_of(checkpoint).values()):
+    if what_to_do and any(
+        str(key).startswith("param_groups") for path in paths_of(checkpoint).values() for key in path
+    ):  # It is a state dict with the state of an optimizer.
         what_to_do += WITH_OPTIMIZER
     if checkpoint.contents.left_out and "optimizer" in trees and (request.strict or request.all_moments):
         problems, what_to_do = leaves_out(checkpoint, weights, request.caller)
@@ -171,8 +170,7 @@ def plan_restore(
 
 
 def _check_sizes(checkpoint: Loader, matched: Match) -> None:
-    """Checks the lengths of the files that this rank reads. A thousand ranks have thousands of files, so not every rank
-    can look at all of them."""
+    """Checks the lengths of the files that this rank reads, because a thousand ranks cannot each look at all files."""
     read = [f for f in matched.filled if f.span.numel and f.name in matched.sources.get(f.part, ())]
     tensors = checkpoint.contents.tensors(matched.sources[f.part][f.name] for f in read)
     bounds = np.empty((len(read), 2), np.int64)
@@ -182,15 +180,8 @@ def _check_sizes(checkpoint: Loader, matched: Match) -> None:
     checkpoint.contents.check_sizes(tensors, bounds=bounds)
 
 
-def _has_optimizer(paths: Iterable[Sequence[object]]) -> bool:
-    """Returns whether a state dict with leaves at these paths has the state of an optimizer."""
-    return any(str(key).startswith("param_groups") for path in paths for key in path)
-
-
 def engine_state(checkpoint: Loader) -> Mapping[str, Any] | None:
-    """Returns the trees of the engine's non-tensor state. Returns None if a repair could not save them, or if the
-    checkpoint is not one of an engine."""
-    root = checkpoint.state if isinstance(checkpoint.state, dict) else {}
-    engine, client_state = root.get("engine"), root.get(CLIENT_STATE)
+    """Returns the trees of the engine's state, or None if a repair could not save them, or no engine had them."""
+    engine, client_state = checkpoint.root.get("engine"), checkpoint.root.get(CLIENT_STATE)
     is_engine = isinstance(engine, dict) and STATE_DICT not in engine
     return engine if is_engine and isinstance(client_state, dict) else None

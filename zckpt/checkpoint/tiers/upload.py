@@ -1,5 +1,4 @@
-"""Copies a checkpoint that was just written to another place, such as an object store: each rank copies the files that
-it has written itself."""
+"""Copies a checkpoint that was just written to another place: each rank copies the files that it has written."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from zckpt.checkpoint.writing.options import WriteOptions
 from zckpt.checkpoint.writing.rank_write import join
 from zckpt.errors import CheckpointNotFoundError
 from zckpt.format import names
-from zckpt.storage.location import Location
+from zckpt.storage.location import Location, StrPath
 from zckpt.storage.lock import WriteLock
 from zckpt.storage.schemes import open_store
 
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
 
     from zckpt.ranks.collectives import Ranks
     from zckpt.storage.contract import Reader
-    from zckpt.storage.location import StrPath
     from zckpt.transfer.budget import Budget
 
 _ONE_SAVE = re.compile(r"checkpoint[-_][0-9]+|.+\.ckpt", re.ASCII)
@@ -81,8 +79,7 @@ class Upload:
     tries: Tries = field(default_factory=Tries)
 
     def copy(self, ranks: Ranks) -> None:
-        """Copies the checkpoint, and commits the copy. All ranks call this. If one of them fails, all raise an
-        error."""
+        """Copies the checkpoint, and commits the copy. All ranks call this. If one fails, all raise an error."""
         self.tries.count += 1
         run = open_store(self.run) if self.latest else None
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from zckpt.checkpoint.listing.doubt import refuse_doubt
 from zckpt.checkpoint.listing.files import lengths
-from zckpt.checkpoint.listing.leftovers import is_file, may_be_named, named_files, run_leftovers
+from zckpt.checkpoint.listing.leftovers import is_file, may_be_named, run_leftovers
 from zckpt.checkpoint.listing.other_formats import deepspeed_files
 from zckpt.checkpoint.listing.runs import latest_name, manifest_bytes, names_in
 from zckpt.checkpoint.writing.collect import tensors_of
@@ -168,7 +168,7 @@ class RankWrite:
                 hint="`zckpt validate` says whether they are whole; to copy them again, remove this directory first",
             )  # fmt: skip
         data = [name for name in names_in(store) if names.is_data_dir(name) and name not in (data_dir, *left.foreign)]
-        named = {} if left.manifest is None else {names.data_dir(left.manifest.save_id): named_files(left.manifest)}
+        named = {} if left.manifest is None else {names.data_dir(left.manifest.save_id): lengths(left.manifest)}
         self._replaced = {name: named.get(name) for name in [*data, *foreign]}
         self._begun = True
         return Space.of(store, self.data_bytes + sum(map(len, self.described)))

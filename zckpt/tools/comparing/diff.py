@@ -121,7 +121,7 @@ class _BothCheckpoints:
     def _open(self, path: str) -> Loader:
         store = open_store(path)
         with advised(store):
-            return open_store_loader(store, budget_of_a_read(self._budget), partial(advised, store))
+            return open_store_loader(store, budget_of_a_read(self._budget))
 
     def compare(self, number: int, size: int, rtol: float, atol: float, progress: Progress | None) -> _Found:
         a, b = self.checkpoints

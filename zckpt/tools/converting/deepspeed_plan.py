@@ -19,7 +19,6 @@ from zckpt.adapters import optimizer
 from zckpt.adapters.deepspeed.setup import DTYPES, Setup
 from zckpt.adapters.flats import cut_alone, partition_numel
 from zckpt.adapters.trees import counters_of, subtree
-from zckpt.checkpoint.reading.extra_state import extra_state
 from zckpt.engines.composed import class_of, is_decomposed
 from zckpt.engines.contract import without_left_out
 from zckpt.errors import MismatchError, UnsupportedError, first_few
@@ -173,7 +172,7 @@ class DeepSpeedFolderPlan:
 
     def _model_states(self, rank: int) -> dict[str, Any]:
         """Returns the tree of the file of model states of ``rank``."""
-        engine, setup, extra = self._engine, self.setup, extra_state(self.checkpoint)
+        engine, setup, extra = self._engine, self.setup, self.checkpoint.extra_state
         counters = counters_of(engine)
         scheduler = engine.get("scheduler")
         frozen = {name: self._shapes[name] for name in self._masterless}

@@ -200,7 +200,7 @@ class DcpPlan:
     def _add_engine(self) -> None:
         """Adds the leaves of the checkpoint of an engine."""
         checkpoint = self._checkpoint
-        root = checkpoint.state if isinstance(checkpoint.state, dict) else {}
+        root = checkpoint.root
         engine = root.get("engine") if isinstance(root.get("engine"), dict) else {}
         assert isinstance(engine, dict)
         for name, info in tensors_by_name(checkpoint).items():

@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from zckpt.checkpoint.reading.extra_state import extra_state
 from zckpt.checkpoint.reading.loader import Loader, ReadRequest
 from zckpt.errors import FormatError, KeyNotFoundError
 from zckpt.format import names
@@ -80,7 +79,7 @@ class CheckpointFiller:
         if self._checkpoint.contents.grid(info) != span.grid:  # Its blocks have other elements in between.
             return span.stop
         if source not in self._starts:
-            self._starts[source] = self._checkpoint.contents.stored([info], [self._copies.get(source)], None).start
+            self._starts[source] = self._checkpoint.contents.stored([info], [self._copies.get(source, -1)], None).start
         block_items = self._checkpoint.manifest.block_bytes // info.item_bytes
         return block_end(span.start, span.stop, self._starts[source], block_items)
 
@@ -99,7 +98,7 @@ class CheckpointSource(CheckpointFiller):
         self.adapters = _adapters(checkpoint)
         self.sources: dict[str, SourceTensor] = {}
         """The tensors by name, with the dtypes to which they are converted."""
-        kept = unconverted(extra_state(checkpoint))
+        kept = unconverted(checkpoint.extra_state)
         for name, info in infos.items():
             target_dtype = dtype if dtype and info.dtype.is_floating_point and name not in kept else info.dtype
             check_cast(info.dtype, target_dtype, info.key)

@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from zckpt.checkpoint.listing.contents import Contents, read_header
-from zckpt.checkpoint.listing.digest_tables import fit_tables, read_if_there, read_tables
+from zckpt.checkpoint.listing.salvage import fit_tables, read_if_there, read_tables
 from zckpt.errors import FormatError, RankError, StorageError
 from zckpt.format import manifest as manifest_format
 from zckpt.format import names
@@ -32,8 +32,7 @@ from zckpt.version import __version__
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from zckpt.checkpoint.listing.digest_tables import FoundFile
-    from zckpt.checkpoint.listing.salvage import FoundSave
+    from zckpt.checkpoint.listing.salvage import FoundFile, FoundSave
     from zckpt.format.manifest import Manifest
     from zckpt.storage.buffers import Bytes
     from zckpt.storage.contract import Reader, Store

@@ -15,7 +15,7 @@ from zckpt.plan.catalog import FileRecord, Kind, PieceColumns, RankRecord, Tenso
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from zckpt.checkpoint.listing.digest_tables import FoundFile
+    from zckpt.checkpoint.listing.salvage import FoundFile
     from zckpt.format.data_file import HeaderEntry
 
 _Copies = dict[tuple[str, str, int, int, int], int]

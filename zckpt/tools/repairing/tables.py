@@ -19,7 +19,7 @@ from zckpt.transfer.tasks import run_tasks
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from zckpt.checkpoint.listing.digest_tables import FoundFile
+    from zckpt.checkpoint.listing.salvage import FoundFile
     from zckpt.plan.reads import ReadOp
     from zckpt.storage.buffers import Bytes
     from zckpt.storage.contract import Reader

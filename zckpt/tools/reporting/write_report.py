@@ -7,7 +7,7 @@ from dataclasses import astuple, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from zckpt.checkpoint.listing.find import advised, find, open_contents
+from zckpt.checkpoint.listing.find import find, open_contents
 from zckpt.checkpoint.open import open_store_loader
 from zckpt.errors import FormatError, check_flags
 from zckpt.ranks.collectives import Ranks, check_equal
@@ -144,8 +144,7 @@ def _find(paths: Sequence[StrPath]) -> list[str]:
 
 
 def _open(directory: str, budget: Budget | None) -> Loader:
-    store = open_store(directory)
-    return open_store_loader(store, budget, partial(advised, store))
+    return open_store_loader(open_store(directory), budget)
 
 
 def _look(checkpoints: Sequence[Loader], ranks: Ranks, progress: Progress | None) -> list[Any]:

@@ -146,7 +146,7 @@ def _check_disk(
     share = ValidationShare(ranks.rank, ranks.size, [spread.holders[table] or range(ranks.size) for table in tables])
     findings, values, files, bytes_read = _check(lambda: spread.opened(peers)[1], share, level, budget, progress)
     findings += [astuple(finding) for finding in _of_this_machine(spread, own)]
-    elsewhere = {*spread.missing, *spread.elsewhere}
+    elsewhere = {*spread.lost, *spread.elsewhere}
     machine = f" (on {socket.gethostname()})" if ranks.size > 1 else ""
     named = [
         (rule, message if file in elsewhere else f"{message}{machine}", file, *place)
