@@ -341,6 +341,8 @@ def differ(path: str) -> list[str]:
         zckpt.restore(engine, f"{path}/c", parts=["master"] if rank else None)
     with pytest.raises(zckpt.RankError, match="different strict arguments"):
         zckpt.restore(engine, f"{path}/c", strict=not rank)
+    with pytest.raises(TypeError if rank else zckpt.RankError, match="names must be a str"):
+        zckpt.restore(engine, f"{path}/c", parts=5 if rank else None)  # type: ignore[arg-type]
     return messages
 
 

@@ -16,7 +16,7 @@ from zckpt.checkpoint.listing.runs import whole_neighbours
 from zckpt.checkpoint.reading.loader import Loader, ReadRequest
 from zckpt.checkpoint.restoring.machines import find_spread
 from zckpt.checkpoint.restoring.peers import Peers
-from zckpt.checkpoint.restoring.plan import Request, RestorePlan, check_settings, plan_restore
+from zckpt.checkpoint.restoring.plan import Request, RestorePlan, plan_restore
 from zckpt.checkpoint.tiers.choice import Chosen, choose
 from zckpt.engines import adapt, engine_of, group_of
 from zckpt.engines.away import away, tensors_in_memory
@@ -29,18 +29,16 @@ from zckpt.errors import (
     RankError,
     StorageError,
     UnfinishedWriteError,
-    check_flags,
     warn,
 )
 from zckpt.plan.lineage import Use
-from zckpt.plan.select import by_part, several
+from zckpt.plan.select import by_part
 from zckpt.progress import Progress, logged, reported
 from zckpt.ranks.collectives import Ranks, check_arguments, check_equal, comparable
 from zckpt.storage.location import Location, StrPath
 from zckpt.storage.schemes import open_store
 from zckpt.system.collector import without_collector
 from zckpt.system.threads import beside
-from zckpt.transfer.budget import Budget, verifies
 from zckpt.transfer.devices import check_device, synchronize
 from zckpt.transfer.memory import check_fragments, check_memory
 
@@ -49,6 +47,7 @@ if TYPE_CHECKING:
     from zckpt.checkpoint.listing.tensors import TensorInfo
     from zckpt.plan.inventory import Fragment
     from zckpt.storage.contract import Store
+    from zckpt.transfer.budget import Budget
 
     Place = StrPath | Sequence[StrPath] | Chosen
     """What is restored: a path, several places, or a checkpoint that was chosen from several places."""
@@ -213,8 +212,8 @@ def restore(
         StorageError: the operating system reports an error when it reads.
     """
     request = Request(
-        parts=several(parts), strict=strict, state=several(state), rng=rng, settings=settings, verify=verify,
-        budget=budget, progress=progress, with_rank_state=with_rank_state,
+        parts=parts, strict=strict, state=state, rng=rng, settings=settings, verify=verify, budget=budget,
+        progress=progress, with_rank_state=with_rank_state,
     )  # fmt: skip
     restored, ranks = restore_engine(engine_of(engine), path, request)
     return (restored, ranks) if with_rank_state else restored
@@ -227,9 +226,8 @@ def restore_engine(engine: object, path: Place, request: Request) -> tuple[Resto
     plans: list[RestorePlan] = []
 
     def arguments() -> dict[str, object]:
-        check_settings(request.settings)
-        check_flags(strict=request.strict, rng=request.rng, with_rank_state=request.with_rank_state)
-        verifies(request.verify)
+        nonlocal request
+        request = request.checked()
         return comparable(
             path=_said(path), parts=request.parts, strict=request.strict, state=request.state, rng=request.rng,
             settings=request.settings,

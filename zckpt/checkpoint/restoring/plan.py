@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,16 +20,18 @@ from zckpt.checkpoint.restoring.mismatch import (
 )
 from zckpt.engines.contract import EngineAdapter, Restoring, Selection
 from zckpt.engines.state_dict import STATE_DICT
+from zckpt.errors import check_flags
 from zckpt.format.names import CLIENT_STATE
 from zckpt.geometry import same_order
 from zckpt.plan.inventory import MASTER, WEIGHT_PARTS
+from zckpt.plan.select import several
+from zckpt.transfer.budget import Budget, verifies
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
     from zckpt.checkpoint.reading.loader import Loader
     from zckpt.progress import Progress
-    from zckpt.transfer.budget import Budget
 
 
 def check_settings(settings: str) -> None:
@@ -62,6 +64,14 @@ class Request:
     """Whether the engine may have state that no checkpoint can hold. It stays as it is."""
     has_weights: bool = False
     """Whether the weights were restored by an earlier call, and ``parts`` has all others."""
+
+    def checked(self) -> Request:
+        """Returns the same request, with a single part or tree as a collection of one. Raises TypeError and ValueError
+        for an argument that is not allowed."""
+        check_settings(self.settings)
+        check_flags(strict=self.strict, rng=self.rng, with_rank_state=self.with_rank_state)
+        verifies(self.verify)
+        return replace(self, parts=several(self.parts), state=several(self.state))
 
     @property
     def resumes(self) -> bool:
