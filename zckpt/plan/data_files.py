@@ -267,7 +267,11 @@ class FragmentPlaces(NamedTuple):
             if isinstance(data, FileRange):
                 path.append(numbers.setdefault(data.path, len(numbers)))
                 start.append(data.offset)
-            elif data is not None and data.is_cpu:
+                continue
+            if data is not None:
+                assert data.nbytes == (stop - first) * ITEM_BYTES[dtype], "a fragment's data are its elements"
+                assert data.is_contiguous(), "a fragment's data lie in order"
+            if data is not None and data.is_cpu:
                 path.append(0)
                 start.append(data.data_ptr())
             else:
