@@ -67,6 +67,9 @@ export TRITON_HOME := $(CURDIR)/.cache
 export HF_HOME := $(CURDIR)/.cache/huggingface
 export HF_HUB_OFFLINE := 1
 export MAX_JOBS ?= 2
+# An empty value lets Python keep what it has compiled. Without it, each process that a test starts compiles zckpt anew,
+# and each worker of pytest all tests.
+export PYTHONDONTWRITEBYTECODE :=
 
 # Most tests use one processor at a time, so as many run at once.
 PYTEST := $(PY) -m pytest --numprocesses $(MAX_JOBS) --dist worksteal

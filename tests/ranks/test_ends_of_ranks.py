@@ -39,7 +39,7 @@ except zckpt.RankError as error:
 @pytest.mark.parametrize(
     ("who", "how", "said"),
     [
-        (2, "dies", "rank 2 has died"),
+        pytest.param(2, "dies", "rank 2 has died", marks=pytest.mark.matrix),
         pytest.param(2, "dies outside", "rank 2 has died", marks=pytest.mark.matrix),
         (1, "ends", "rank 1 has ended"),
         pytest.param(0, "ends", "rank 0 has died, or the process", marks=pytest.mark.matrix),
