@@ -211,7 +211,7 @@ def measure_played(directory: str, ranks_text: str, parameters_text: str) -> dic
     with (
         in_job(player),
         noted(prepare, lambda made: made.facts),
-        noted(plan, lambda made: made[1]),
+        noted(plan, lambda made: made[-1]),
         mock.patch.object(RankWrite, "check_files"),  # The files of another rank are not there.
         mock.patch("zckpt.checkpoint.writing.decide.secrets", mock.Mock(token_hex=lambda _: SAVE_ID)),
     ):

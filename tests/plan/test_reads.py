@@ -139,12 +139,12 @@ def run(store: Store, ops: tuple[reads.ReadOp, ...], targets: list[bytearray]) -
     for op in ops:
         segments = op.segments
         assert segments.nbytes.sum() == op.nbytes > 0
-        assert segments.copies[[0, -1]].min() >= 1
-        assert ((segments.block < 0) | (segments.copies > 0)).all(), "no digest of a gap is compared"
-        assert segments.copies.sum() == len(segments.copy.source)
-        copies = iter(segments.copy.rows())
+        assert segments.copy_count[[0, -1]].min() >= 1
+        assert ((segments.block < 0) | (segments.copy_count > 0)).all(), "no digest of a gap is compared"
+        assert segments.copy_count.sum() == len(segments.copies.source)
+        copies = iter(segments.copies.rows())
         position = op.offset
-        for nbytes, block, count in np.stack([segments.nbytes, segments.block, segments.copies], 1).tolist():
+        for nbytes, block, count in np.stack([segments.nbytes, segments.block, segments.copy_count], 1).tolist():
             data = store.contents[op.file][position : position + nbytes]
             assert len(data) == nbytes
             if block >= 0:
@@ -160,8 +160,8 @@ def wanted_bytes(store: Store, ops: tuple[reads.ReadOp, ...]) -> set[tuple[int, 
     """Returns the bytes of the files of which copies are made, as the numbers of the file and of the byte."""
     wanted = set()
     for op in ops:
-        starts = np.repeat(op.offset + np.cumsum(op.segments.nbytes) - op.segments.nbytes, op.segments.copies)
-        copies = op.segments.copy
+        starts = np.repeat(op.offset + np.cumsum(op.segments.nbytes) - op.segments.nbytes, op.segments.copy_count)
+        copies = op.segments.copies
         columns = (starts + copies.source, copies.run_bytes, copies.runs, copies.source_stride)
         for start, nbytes, runs, stride in np.stack(columns, 1).tolist():
             wanted |= {(op.file, start + run * stride + at) for run in range(runs) for at in range(nbytes)}
@@ -237,12 +237,12 @@ def test_reads_give_what_indexing_gives(
     wanted = data.draw(st.lists(st.booleans(), min_size=len(targets), max_size=len(targets)))
     expected = [bytes(target) if yes else bytes(len(target)) for target, yes in zip(targets, wanted, strict=True)]
     assert joined(store, ops, targets, wanted) == expected
-    assert all(op.nbytes <= batch_bytes and (op.segments.copies > 0).sum() <= segments_max for op in ops)
-    gaps = [nbytes for op in ops for nbytes in op.segments.nbytes[op.segments.copies == 0].tolist()]
+    assert all(op.nbytes <= batch_bytes and (op.segments.copy_count > 0).sum() <= segments_max for op in ops)
+    gaps = [nbytes for op in ops for nbytes in op.segments.nbytes[op.segments.copy_count == 0].tolist()]
     assert all(0 < nbytes <= gap_bytes for nbytes in gaps)
     assert [(op.file, op.offset) for op in ops] == sorted((op.file, op.offset) for op in ops)
     assert all(times == 1 for times in read.values())
-    assert all(((op.segments.block >= 0) == (verify & (op.segments.copies > 0))).all() for op in ops)
+    assert all(((op.segments.block >= 0) == (verify & (op.segments.copy_count > 0))).all() for op in ops)
     if not verify:
         unwanted = np.array(sorted(set(read) - wanted_bytes(store, ops)), np.int64).reshape(-1, 2)
         ends = np.append(np.flatnonzero((unwanted[1:] - unwanted[:-1] != [0, 1]).any(1)), len(unwanted) - 1)
@@ -276,12 +276,12 @@ def test_a_tensor_that_is_cut_in_its_columns_is_read_in_whole_boxes(verify: bool
 
     ops, nbytes = read(())
     assert [(op.file, op.nbytes) for op in ops] == [(rank, 2 * block_bytes) for rank in range(ranks) for _ in range(2)]
-    assert all(op.segments.copies.tolist() == [1, 1] for op in ops)
+    assert all(op.segments.copy_count.tolist() == [1, 1] for op in ops)
     assert nbytes == ranks * box_bytes
     assert read((slice(5, 6),))[1] == (ranks * block_bytes if verify else columns * item)
     assert read((slice(128, 256),))[1] == 128 * columns * item
     ops, nbytes = read((slice(None), slice(20, 25)))
-    assert sum(len(op.segments.copy.source) for op in ops) <= 3 * box_bytes // block_bytes
+    assert sum(len(op.segments.copies.source) for op in ops) <= 3 * box_bytes // block_bytes
     assert box_bytes * 0.95 < nbytes <= box_bytes
 
 
@@ -301,7 +301,7 @@ def test_ranges_with_a_small_gap_between_them_are_read_together(gap_bytes: int, 
         assert segments.nbytes.tolist() == [4, 2, 2, 2, 1]
         assert segments.block.tolist() == [0, -1, 1, -1, 2]
         assert segments.address.tolist() == [1000, -1, -1, -1, 3000]
-        assert segments.copies.tolist() == [1, 0, 1, 0, 1]
+        assert segments.copy_count.tolist() == [1, 0, 1, 0, 1]
 
 
 @given(st.data(), stores(), st.booleans())
@@ -365,19 +365,19 @@ def run_straight(
         assert all(start + nbytes <= after for (start, nbytes, _), (after, *_) in pairwise(covered))
         starts = op.offset + np.cumsum(segments.nbytes) - segments.nbytes
         assert sum(nbytes for _, nbytes, _ in covered) == segments.nbytes[segments.straight].sum()
-        segment = np.repeat(np.arange(len(starts)), segments.copies)
+        segment = np.repeat(np.arange(len(starts)), segments.copy_count)
         staged = ~segments.straight[segment]
-        in_file = segments.copy._replace(source=starts[segment] + segments.copy.source)
+        in_file = segments.copies._replace(source=starts[segment] + segments.copies.source)
         for copy in in_file.take(staged).rows():
             carry_out(copy, targets, store.contents[op.file])
             for run in range(copy.runs):
                 place = copy.target_offset + run * copy.target_stride
                 filled.update((copy.target, byte) for byte in range(place, place + copy.run_bytes))
         alone = np.flatnonzero(segments.address >= 0)
-        first = (np.cumsum(segments.copies) - segments.copies)[alone]
+        first = (np.cumsum(segments.copy_count) - segments.copy_count)[alone]
         assert not segments.straight[segments.address < 0].any()
-        assert (segments.copies[alone] == 1).all()
-        of_alone = segments.copy.take(first)
+        assert (segments.copy_count[alone] == 1).all()
+        of_alone = segments.copies.take(first)
         assert (of_alone.run_bytes == segments.nbytes[alone]).all()
         assert (segments.address[alone] == places.address[of_alone.target] + of_alone.target_offset).all()
     return filled

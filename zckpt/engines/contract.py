@@ -336,7 +336,8 @@ class Restoring(Protocol):
 
     def problems(self) -> list[str]:
         """Returns the reasons why the state cannot be restored together with the tensors, one line each. Changes
-        nothing. If there is any, no other method may be called. Raises FormatError for a tree of another form."""
+        nothing. If there is any, no other method may be called. Raises FormatError for a tree that does not have
+        the form that adapters write."""
 
     def fill(self) -> Generator[Batch, None, None]:
         """Yields all fragments of ``Selection.wanted`` in batches. The ``data`` of each fragment is memory that the

@@ -106,7 +106,8 @@ def words(raw: memoryview, known: Sequence[str]) -> NDArray[np.uint8] | None:
 
 
 def array_header(raw: memoryview) -> tuple[int, int]:
-    """Returns the length of a packed array, or -1 if ``raw`` is none, and the position of its first item."""
+    """Returns the number of items of the array that ``raw`` begins with, and the byte of its first item. The number is
+    -1 if ``raw`` does not begin with an array."""
     if raw[0] & 0xF0 == 0x90:
         return raw[0] & 0x0F, 1
     length = raw[1 : 1 + _LENGTH_BYTES.get(raw[0], 0)]

@@ -284,8 +284,8 @@ def _pieces_of_chunk(placed: Sequence[tuple[_FilePieces, Ints | None, Sequence[i
 
 def _rows(part: str, columns: Sequence[Ints], numbered: _Numbered) -> Rows:
     """Returns the rows of one chunk of a part. ``columns`` are int64 arrays with an entry for each piece, in the order
-    of their names, copies and starts. Raises RankError if ranks disagree about a tensor, and FormatError (I005) if the
-    pieces of all ranks do not make up whole tensors."""
+    of their names, copies and starts. ``numbered`` has the names and kinds to which they refer. Raises RankError if
+    ranks disagree about a tensor, and FormatError (I005) if the pieces of all ranks do not make up whole tensors."""
     name, kind, start, length, copy, offset, block, rank, tier = columns
     row_name, first, count = np.unique(name, return_index=True, return_counts=True)
     row_kind, kinds = kind[first], [*numbered.kinds]

@@ -52,9 +52,9 @@ class Segments(NamedTuple):
     last one.
 
     ``nbytes`` is the size of the segment, ``block`` the number of the digest that covers exactly these bytes (-1 if
-    none is checked), and ``copies`` the number of copies that are made of ranges of the segment. ``address`` is the
+    none is checked), and ``copy_count`` the number of copies that are made of ranges of the segment. ``address`` is the
     memory that takes all of the segment as it is, or -1 if there is no such memory. ``straight``, a column of bool,
-    says whether direct I/O reads the segment straight into that memory, except for its edges. ``copy`` has the copies
+    says whether direct I/O reads the segment straight into that memory, except for its edges. ``copies`` has the copies
     of all segments, whose ``source`` is a byte of the segment.
     """
 
@@ -62,8 +62,8 @@ class Segments(NamedTuple):
     block: Ints
     address: Ints
     straight: NDArray[np.bool_]
-    copies: Ints
-    copy: Copies
+    copy_count: Ints
+    copies: Copies
 
 
 class StridedCopy(NamedTuple):
@@ -146,9 +146,9 @@ class ReadOp(NamedTuple):
 def joined_copies(segments: Segments, wanted: NDArray[np.bool_]) -> list[StridedCopy]:
     """Returns the copies to the targets for which ``wanted`` is true, in the order of the targets. ``source`` is a byte
     of the read. Copies of adjacent bytes to adjacent bytes of one target are joined into one."""
-    segment = np.repeat(np.arange(len(segments.nbytes)), segments.copies)
+    segment = np.repeat(np.arange(len(segments.nbytes)), segments.copy_count)
     starts = (np.cumsum(segments.nbytes) - segments.nbytes)[segment]
-    copies = segments.copy._replace(source=starts + segments.copy.source)
+    copies = segments.copies._replace(source=starts + segments.copies.source)
     order = np.lexsort((copies.source, copies.target))
     copies = copies.take(order[wanted[copies.target[order]]])
     target, target_offset, _, runs, run_bytes, source, _ = copies

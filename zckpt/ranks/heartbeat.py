@@ -340,7 +340,8 @@ class Lives:
             self._store_gone = time.monotonic()
 
     def close(self) -> None:
-        """Ends the thread, and waits for its end, but no longer than a period."""
+        """Ends the thread, and waits for its end, but no longer than a period. If a rank was lost, rank 0 waits up to
+        ``LOST_PERIODS`` periods more."""
         self._watcher.close(self.period)
         if self._verdict is None or self._members[self._rank] != 0:
             return

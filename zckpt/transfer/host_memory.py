@@ -7,9 +7,9 @@ made faster than a view of each target, which takes longer than filling a small 
 
 Such a slice does not check bounds and keeps no memory alive. It is safe because of three rules:
 
-- The targets are contiguous, and are kept alive. ``Targets`` does both.
+- The targets are contiguous, and stay alive. ``Targets`` checks the first and does the second.
 - ``Targets.check`` sees every range before the first byte is moved. ``run_reads`` calls it for all of its reads.
-- The reads are planned with ``address``, so that each range that is read straight into its target has the right
+- The reads are planned with ``Targets.address``, so that each range that is read straight into its target has the right
   address.
 """
 
@@ -72,7 +72,7 @@ def gather(address: Ints, nbytes: Ints, start: Ints, staged: Bytes) -> None:
         room[to : to + size] = memory(from_, size)
 
 
-def scatter(address: Ints, nbytes: Ints, start: Ints, staged: Bytes) -> None:
+def put(address: Ints, nbytes: Ints, start: Ints, staged: Bytes) -> None:
     """Copies ranges of ``staged`` to host memory. The columns are those of ``gather``. Adjacent ranges are copied as
     one, even if their memory is that of several targets."""
     view = memoryview(staged)

@@ -22,7 +22,7 @@ from zckpt.plan.reads import STRAIGHT_BYTES_MIN
 from zckpt.storage.buffers import PAGE_BYTES
 from zckpt.system import linux
 from zckpt.transfer.devices import ToDevice, byte_tensor, check_devices, device_memory, devices_of, rows_of
-from zckpt.transfer.host_memory import copy_spaced, scatter
+from zckpt.transfer.host_memory import copy_spaced, put
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -223,9 +223,10 @@ def not_plain(tensor: torch.Tensor) -> str | None:
 def check_memory(
     tensors: Iterable[tuple[str, torch.Tensor]], error: type[ZckptError] = StateError
 ) -> tuple[torch.device, ...]:
-    """Checks tensors that zckpt has not made, before their memory is read or written by its address. ``tensors``: with
-    their names in errors. Returns their devices, without the CPU. Raises an error of the class ``error`` for a tensor
-    whose values are not in its memory, and DeviceError if bytes cannot be copied from a device."""
+    """Checks tensors that zckpt has not made, before their memory is read or written by its address. ``tensors`` has a
+    pair for each: its name in errors, and the tensor. Returns their devices, without the CPU. Raises an error of the
+    class ``error`` for a tensor whose values are not in its memory, and DeviceError if bytes cannot be copied from a
+    device."""
     checked = []
     for name, tensor in tensors:
         if why := why_no_memory(tensor):
@@ -362,7 +363,7 @@ class Targets:
         for copy in copies.take(is_spaced & ~is_converted).rows():
             copy_spaced(int(self.address[copy.target]), copy, staged)
         single = ~is_spaced & ~is_converted
-        scatter((address + copies.target_offset)[single], copies.run_bytes[single], copies.source[single], staged)
+        put((address + copies.target_offset)[single], copies.run_bytes[single], copies.source[single], staged)
         for copy in copies.take(is_converted).rows():
             dtype = self._stored[copy.target]
             # A staging buffer begins with a page, so its elements are aligned.

@@ -91,7 +91,7 @@ def run_reads(
         run_tasks(checks, budget.threads)
         return
     target, start, run_bytes, runs, stride = (
-        np.concatenate([getattr(op.segments.copy, name) for op in ops])
+        np.concatenate([getattr(op.segments.copies, name) for op in ops])
         for name in ("target", "target_offset", "run_bytes", "runs", "target_stride")
     )
     targets.check(target, start, (runs - 1) * stride + run_bytes)
@@ -100,7 +100,7 @@ def run_reads(
     finished = itertools.count(1)
 
     def finish_urgent() -> None:
-        if next(finished) == urgent:  # Only one thread at a time counts, and gets the last number.
+        if next(finished) == urgent:  # ``next`` gives each number to one thread only.
             staging.wait()
             after_urgent()
 
@@ -148,7 +148,7 @@ class _Views:
         self.has_staged = bool((self.address < 0).any())
         self.blocks = segments.block.tolist()
         """The number of the digest of each segment, among the digests of the file."""
-        self.first_copy = list(itertools.accumulate(segments.copies.tolist(), initial=0))
+        self.first_copy = list(itertools.accumulate(segments.copy_count.tolist(), initial=0))
         """The number of the first copy of each segment, and that of the copy after the last one."""
         self.memory = memories(np.where(self.address < 0, stage.address + self.place, self.address), segments.nbytes)
         """The memory of each segment."""
@@ -165,7 +165,7 @@ class _Views:
     def key_at(self, byte: int) -> str:
         """Returns the key of the tensor that has byte ``byte`` of the file."""
         segment = bisect_right(self.starts, byte) - 1
-        return self._key(int(self._segments.copy.target[self.first_copy[segment]]))
+        return self._key(int(self._segments.copies.target[self.first_copy[segment]]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +205,8 @@ class _Reads:
 
     def check(self, op: ReadOp, stage: StagingBuffer, through_cache: bool = False) -> None:
         """Compares the digests of the bytes of ``op``, and copies the bytes from the staging buffer to their targets in
-        host memory. Queues the copies to devices. With ``through_cache``, also reads them."""
+        host memory. Queues the copies to devices. With ``through_cache``, it first reads the bytes through the store's
+        caches."""
         views = _Views(op, stage, self.targets.key, through_cache)
         portions = list(views.portions(PORTION_BYTES if op.is_verified else op.nbytes))
         # The traceback of an error keeps the functions that it has passed. A function that is defined here would refer
@@ -227,7 +228,7 @@ class _Reads:
     def _finish(self, op: ReadOp) -> None:
         """Notes that the bytes of ``op`` are on their way to their targets. The last urgent read also tells the caller
         that all bytes of urgent reads are in their targets."""
-        self.advance(int((op.segments.copy.run_bytes * op.segments.copy.runs).sum()))
+        self.advance(int((op.segments.copies.run_bytes * op.segments.copies.runs).sum()))
         if op.is_urgent:
             self.finish_urgent()
 
@@ -243,10 +244,10 @@ class _Reads:
             self.reader.count.add(copied_bytes=_copy_staged(op.segments, views, portion, self.targets))
 
 
-def _read_to_device(reader: DirectReads, op: ReadOp, file: ReadFile, targets: Targets) -> bool:
+def _read_to_device(direct: DirectReads, op: ReadOp, file: ReadFile, targets: Targets) -> bool:
     """Reads ``op`` straight into device memory. This is possible if all of its bytes go to devices unconverted, in
     ranges of at least ``DIRECT_BYTES_MIN`` bytes on average. Returns False if nothing was read."""
-    if (op.segments.copies > 1).any() or (op.segments.copy.runs > 1).any():
+    if (op.segments.copy_count > 1).any() or (op.segments.copies.runs > 1).any():
         return False
     copies = joined_copies(op.segments, targets.device >= 0)
     if sum(copy.run_bytes for copy in copies) < op.nbytes or op.nbytes < DIRECT_BYTES_MIN * len(copies):
@@ -259,7 +260,7 @@ def _read_to_device(reader: DirectReads, op: ReadOp, file: ReadFile, targets: Ta
         views.append(view)
     for number, (view, copy) in enumerate(zip(views, copies, strict=True)):
         start = op.offset + copy.source
-        nbytes = reader.read_to_device(file.path, view, start)
+        nbytes = direct.read_to_device(file.path, view, start)
         if nbytes < view.nbytes:
             if nbytes == 0 and number == 0:
                 return False
@@ -323,7 +324,7 @@ def _fill(
         raise _too_short(file, position, key_at(position), start, stop)
 
 
-def _read_direct(reader: DirectReads, op: ReadOp, file: ReadFile, stage: StagingBuffer) -> int:
+def _read_direct(direct: DirectReads, op: ReadOp, file: ReadFile, stage: StagingBuffer) -> int:
     """Reads ``op`` by direct I/O: the segments that are ``straight`` into their target, and all other bytes into the
     staging buffer. Returns how many bytes of ``op`` have been read: fewer than all of them if the file ends before, and
     0 if direct I/O is not possible."""
@@ -338,7 +339,7 @@ def _read_direct(reader: DirectReads, op: ReadOp, file: ReadFile, stage: Staging
         place += start - position + (0 if straight else nbytes)
         position = start + nbytes
     views.append(room[place : place + stop - position])
-    read_bytes = reader.read_direct(file.path, [view for view in views if len(view)], base)
+    read_bytes = direct.read_direct(file.path, [view for view in views if len(view)], base)
     for start, nbytes, address in _rows(op.edges):
         place = start - base - (int(op.inner.nbytes[op.inner.start < start].sum()) if straight else 0)
         copy_to(address, room[place : place + nbytes])
@@ -356,10 +357,10 @@ def _too_short(file: ReadFile, nbytes: int, key: str | None, start: int, stop: i
 
 def _copy_staged(segments: Segments, views: _Views, portion: slice, targets: Targets) -> int:
     """Copies the staged segments of a portion to their targets in host memory. Returns the number of bytes copied."""
-    segment = np.repeat(np.arange(portion.start, portion.stop), segments.copies[portion])
+    segment = np.repeat(np.arange(portion.start, portion.stop), segments.copy_count[portion])
     copy = np.arange(views.first_copy[portion.start], views.first_copy[portion.stop])
-    which = (views.address[segment] < 0) & (targets.device[segments.copy.target[copy]] < 0)
-    copies = segments.copy.take(copy[which])
+    which = (views.address[segment] < 0) & (targets.device[segments.copies.target[copy]] < 0)
+    copies = segments.copies.take(copy[which])
     staged = copies._replace(source=copies.source + views.place[segment[which]])
     with torch.inference_mode(targets.inference):
         targets.put(staged, views.room)

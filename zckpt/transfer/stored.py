@@ -39,7 +39,8 @@ def stored_storage(place: FileRange) -> torch.UntypedStorage:
 
 
 def stored_range(tensor: torch.Tensor) -> FileRange | None:
-    """Returns the range of a file with the values of a contiguous tensor, or None if it is in memory or has none."""
+    """Returns the range of the file that has the values of a contiguous tensor. Returns None if the tensor is in
+    memory, or has no values."""
     place = _place(tensor)
     if place is None:
         return None

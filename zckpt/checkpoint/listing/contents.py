@@ -45,7 +45,8 @@ KEPT_PIECES = 1 << 22
 LISTED_PIECES = 1 << 18
 """About how many pieces ``Contents.stored_each`` lists at a time. They take 12 MiB."""
 RANK_PIECES = 1 << 17
-"""About how many pieces ``Contents.pieces_of_ranks`` lists at a time. They take 9 MiB, and 27 in order."""
+"""About how many pieces ``Contents.pieces_of_ranks`` lists at a time. They take 9 MiB, and 27 MiB
+while they are put in order."""
 
 
 class Contents(Mapping[str, TensorInfo]):
@@ -100,7 +101,7 @@ class Contents(Mapping[str, TensorInfo]):
                     yield f"{part.name}/{self.manifest.names[name]}"
 
     def of_part(self, part: str) -> Tensors:
-        """Returns the tensors of a part, or none if there is no such part, without a look at their names."""
+        """Returns the tensors of a part. They are empty if there is no such part. Their names are not looked at."""
         part_id = self.manifest.part_ids.get(part, -1)
         rows = np.arange(0 if part_id < 0 else len(self.manifest.parts[part_id].name_ids))
         return Tensors(self, np.full(len(rows), part_id), rows)

@@ -72,8 +72,9 @@ def may_be_named(checkpoint: Store, save_id: str) -> bool:
 
 
 def run_leftovers(run: Store) -> list[str]:
-    """Returns the names of the temporary files of ``latest`` that dead writers have left in a run. A run has no lock,
-    so it is those older than ``DEAD_SECONDS``. A commit needs such a file only for an instant."""
+    """Returns the names of the temporary files of ``latest`` that dead writers have left in a run. A commit needs
+    such a file only for an instant, and a run has no lock. So those that are older than ``DEAD_SECONDS`` are left
+    behind."""
     temporaries = [name for name in entries_of(run) if names.is_temporary(name, names.LATEST) and is_file(run, name)]
     entries = [entry for entry in map(run.entry, temporaries) if entry is not None]
     now = run.now() if entries else 0.0
@@ -82,7 +83,8 @@ def run_leftovers(run: Store) -> list[str]:
 
 def look(store: Store, name: str, named: Collection[str] | None = None) -> Found:
     """Returns what there is of an entry of a directory. A data directory is looked at to the bottom: zckpt's are the
-    files that have names of the format, and data files have to begin as zckpt's do, too. All else is zckpt's.
+    files that have names of the format, and data files have to begin as zckpt's do, too. Any other entry of the
+    directory counts as zckpt's as a whole.
 
     ``named``: if the data directory is known to be zckpt's, the paths of the files in it that need not be looked at,
     because a manifest names them. What is foreign stays, and all else may be removed. None means that it is known only

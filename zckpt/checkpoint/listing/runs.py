@@ -95,7 +95,8 @@ def read_latest(run: Store, file: str = names.LATEST) -> str:
 
 
 def refuse_links(run: Store, name: str) -> None:
-    """Raises FormatError (F002) if a link is among several components of this path of a checkpoint in the run."""
+    """Raises FormatError (F002) if this path of a checkpoint in the run has several components, and one of them is a
+    link. A single component may be a link."""
     if "/" in name:
         with closing(run.reader()) as reader, suppress(MissingFileError):
             reader.size(f"{name}/{names.MANIFEST}")

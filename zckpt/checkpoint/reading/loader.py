@@ -69,7 +69,7 @@ class _Wanted:
     targets: Callable[[slice], Sequence[torch.Tensor]]
     """Returns, or makes, the memory that some of the tensors go to. It is called once for each tensor."""
     rank: int | None
-    """These are arguments of ``Loader.read``, like all that follow."""
+    """This and all attributes below have the meaning of the arguments of ``Loader.read`` with the same names."""
     verify: bool
     advance: Callable[[int], None]
     staging: StagingPool

@@ -34,7 +34,8 @@ def tensors_by_name(checkpoint: Loader) -> dict[str, TensorInfo]:
 
 
 def paths_of(checkpoint: Loader) -> dict[str, tuple[str | int, ...]]:
-    """Returns the path of each leaf of the written state dict, if it was one, by its name. Raises FormatError."""
+    """Returns the path of each leaf of the state dict that was written, by its name. It is empty if the checkpoint is
+    not one of a state dict. Raises FormatError."""
     paths = [*_unpacked_paths(_tree(checkpoint).get(PATHS, []))]
     if not all(map(is_path, paths)):
         raise FormatError(f"state: {STATE_DICT}.{PATHS} is not a list of paths", file=checkpoint.path)

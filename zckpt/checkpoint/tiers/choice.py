@@ -38,7 +38,8 @@ class Chosen(NamedTuple):
         return store
 
     def contents(self) -> Contents:
-        """Returns what the checkpoint holds. Raises CheckpointNotFoundError if no place has its manifest."""
+        """Returns what the checkpoint holds. Raises CheckpointNotFoundError if no place has its manifest, and
+        StorageError."""
         stores = [*map(open_store, self.paths)]
         for store in stores:
             with suppress(CheckpointNotFoundError, FormatError):

@@ -166,8 +166,8 @@ def plan(
     prepared: Preparation, agreed: Agreed, own: ForRank, machines: Machines, ranks: Ranks
 ) -> tuple[RankWrite, Sequence[int], Planned]:
     """Plans the files of this rank. It is called in a step of ``ranks``, and has a step of its own, of those ranks that
-    write to the same files. Returns the write, without what only ``begin`` knows, these ranks, and what this rank tells
-    rank 0 about the plan."""
+    write to the same files. Returns three things: the write, which lacks what only ``begin`` knows; these ranks; and
+    what this rank tells rank 0 about the plan."""
     rank, machine = ranks.rank, machines.of(ranks.rank).ranks
     # Only ranks of one host share files, because they also share the host's page cache. Two hosts that write to one
     # file would wait for each other's locks, or lose bytes, on many file systems.

@@ -76,7 +76,8 @@ class RankWrite:
     source: CopySource | None = None
     """The checkpoint that is copied. None means that the state of an engine is written."""
     with_table: bool = True
-    """Whether ``write_data_files`` also writes the digest table, as one of the processes that copy a rank's files."""
+    """Whether ``write_data_files`` also writes the digest table. If several processes copy the files of a rank, one of
+    them does."""
     same: Mapping[str, SameFile] = field(default_factory=dict)
     """The files of this rank that another checkpoint has already, by their path. The store is asked to share them. If
     it cannot, they are written."""

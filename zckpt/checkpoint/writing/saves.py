@@ -57,7 +57,8 @@ class Saves:
         return (number + 1) % self._full_every
 
     def end(self, number: int, directory: StrPath, path: str = "", step: int = 0) -> None:
-        """Notes that a checkpoint was saved, or that a full one was loaded."""
+        """Notes that a checkpoint was saved, with the ``number`` that ``begin`` has returned. After the load of a
+        checkpoint that has all of the state, ``number`` is 0. The other arguments are those of ``begin``."""
         self._numbers[_series(directory)], self._last = number, (path, step)
 
 

@@ -177,7 +177,7 @@ class DataChecks:
         """Yields the checks of the bytes that one operation has read."""
         segments = op.segments
         start = 0
-        columns = (segments.nbytes, segments.block, segments.copy.target, segments.copy.target_offset)
+        columns = (segments.nbytes, segments.block, segments.copies.target, segments.copies.target_offset)
         for nbytes, block, which, target in zip(*(column.tolist() for column in columns), strict=True):
             header, entry = entries[which]
             view = data[start : start + nbytes]
