@@ -262,15 +262,16 @@ def profile(state: Tensors, directory: Path) -> dict[str, dict[str, float]]:
                 remove(path)
             drop_from_cache(directory)
             if traced:
+                # The thread of a profile would keep frames, and what they refer to, for longer than the call does.
                 tracemalloc.start()
-            with Profile() as seen:
                 kept = function()
-            del kept
-            if traced:
                 figures[action]["bytes"] = tracemalloc.get_traced_memory()[1] / len(state)
                 tracemalloc.stop()
             else:
+                with Profile() as seen:
+                    kept = function()
                 figures[action] = {step: of_step / len(state) * 1e6 for step, of_step in seen.seconds.items()}
+            del kept
         listed = ", ".join(f"{step} {value:.1f}" for step, value in figures[action].items())
         print(f"  us of processor time for each tensor, {action}: {listed}", flush=True)
     return figures
