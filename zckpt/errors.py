@@ -262,6 +262,16 @@ _TOO_MANY_FILES = {errno.EMFILE, errno.ENFILE}
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
+_HINTS = {
+    errno.EROFS: "this file system is mounted for reading only: choose a path elsewhere",
+    errno.EACCES: "this process may not do that there: look at the owner and the permissions (`ls -ld`)",
+    errno.EPERM: "this process may not do that there: look at the owner and the permissions (`ls -ld`)",
+    errno.EEXIST: "something else has this name already: choose another path",
+    errno.ENOTDIR: "a file is in the place of a directory: choose another path",
+}
+"""What to do after errors of the operating system, by their numbers."""
+
+
 def from_os_error(
     error: OSError, doing: str, file: str, start: int | None = None, stop: int | None = None
 ) -> StorageError:
@@ -275,5 +285,5 @@ def from_os_error(
             stop=stop,
             hint="free space or write elsewhere; no checkpoint was changed",
         )
-    hint = OPEN_FILES_HINT if error.errno in _TOO_MANY_FILES else None
+    hint = OPEN_FILES_HINT if error.errno in _TOO_MANY_FILES else _HINTS.get(error.errno or 0)
     return StorageError(f"cannot {doing}: {reason}", file=file, start=start, stop=stop, hint=hint)

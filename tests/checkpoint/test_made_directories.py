@@ -123,3 +123,11 @@ def test_a_failure_of_another_rank_leaves_no_directory(cluster: Cluster, tmp_pat
     errors = cluster.run(fail_on_rank_1, 2, str(tmp_path / "run" / "of" / "mine"))
     assert errors == ["RankError", "NoSpaceError"]
     assert tree(tmp_path) == set()
+
+
+def test_a_file_in_the_place_of_a_directory_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"kept")
+    with pytest.raises(zckpt.StorageError, match=r"(?s)cannot create the directory.*choose another path"):
+        zckpt.write(Engine(), tmp_path / "file" / "c")
+    assert tree(tmp_path) == {"file"}
+    assert (tmp_path / "file").read_bytes() == b"kept"

@@ -392,6 +392,7 @@ for words, place, status in (
     arguments = [str(path) for path in (written.path, tmp_path, file)]
     shown = subprocess.run([sys.executable, "-c", code, *arguments], check=True, capture_output=True, text=True)
     assert shown.stderr.count("the path is a file") == 1
+    assert "`zckpt convert` reads a file of torch.save" in shown.stderr
     assert "a report needs plotly, itables and jinja2" in shown.stderr
     assert f"recoverable                 {tmp_path / 's2'}" in shown.stdout
 

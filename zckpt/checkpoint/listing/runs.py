@@ -360,7 +360,8 @@ def what_is_whole(checkpoint: Store, *, here: bool = False) -> str:
 
 def nothing_at(store: Store) -> CheckpointNotFoundError:
     """Returns the error for a path without a directory. It names the run's checkpoints or a similar directory."""
-    what = "the path is a file" if store.entry("") is not None else "the path does not exist"
+    is_file = store.entry("") is not None
+    what = "the path is a file" if is_file else "the path does not exist"
     run = store.parent
     if is_of_trainer(run.location.name):
         run = run.parent
@@ -370,6 +371,8 @@ def nothing_at(store: Store) -> CheckpointNotFoundError:
         hint = f"the checkpoints in {place} are, newest first: {_listed(checkpoints, run)}"
     else:
         hint = _similar_to(store) or "give the directory of a checkpoint or run"
+    if is_file:
+        hint += "; `zckpt convert` reads a file of torch.save"
     return CheckpointNotFoundError(what, file=str(store.location), hint=hint)
 
 

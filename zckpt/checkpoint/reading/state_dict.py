@@ -172,7 +172,10 @@ def plan_load(checkpoint: Loader, state_dict: Mapping[Any, Any], *, strict: bool
 def check_fits(name: str, info: TensorInfo, tensor: torch.Tensor) -> None:
     """Raises MismatchError if the shapes differ, and CastError if the dtype cannot be converted."""
     if tuple(tensor.shape) != info.shape:
-        raise MismatchError(f"{name} is {list(info.shape)} in the checkpoint, {list(tensor.shape)} here", key=name)
+        raise MismatchError(
+            f"{name} is {list(info.shape)} in the checkpoint, {list(tensor.shape)} here", key=name,
+            hint="make the model with the sizes of the checkpoint, or leave this tensor out of the state dict",
+        )  # fmt: skip
     check_cast(info.dtype, tensor.dtype, name)
 
 

@@ -87,4 +87,7 @@ def check_target(key: str, stored: torch.dtype, shape: tuple[int, ...], target: 
     check_cast(stored, target.dtype, key)
     if target.shape != shape or not lies_in_order(target):
         other = str(list(target.shape)) if lies_in_order(target) else "a view whose elements do not lie in order"
-        raise MismatchError(f"out has {other}, the checkpoint {list(shape)}", key=key)
+        raise MismatchError(
+            f"out has {other}, the checkpoint {list(shape)}", key=key,
+            hint="pass a contiguous tensor of the checkpoint's shape, or leave the key out of `out`",
+        )  # fmt: skip
