@@ -1,4 +1,5 @@
-"""Runs writes and offloads while the training goes on, one at a time for the same ranks, and reports their errors."""
+"""Runs writes and offloads in the background while the training goes on, one at a time for the same ranks, and reports
+their errors."""
 
 from __future__ import annotations
 
@@ -24,16 +25,22 @@ if TYPE_CHECKING:
 
 _INTERRUPTED = "it was interrupted before all of the state had been copied"
 _pending: dict[tuple[int, ...], BackgroundWork] = {}
-"""The work that nobody has waited for yet, by the numbers in the job of the ranks that do it together."""
+"""The work in the background that nobody has waited for yet, by the numbers in the job of the ranks that do it
+together."""
 
 
 class BackgroundWork:
-    """Work that each rank does in a thread of its own. ``PendingWrite`` says what becomes of its error."""
+    """Work that each rank does in a thread of its own, such as a write.
+
+    The caller need not do anything with this object. A failure is printed on stderr at once. The next write, restore,
+    offload or reload waits for the work and raises its error. The end of the process waits for it too, and prints an
+    error that has not been raised yet.
+    """
 
     def __init__(self, what: str, finish: Callable[[Snapshot], None], ranks: Ranks) -> None:
-        """``what``: a name of the work for messages, such as "the write of /run/step1". ``finish``: does the work, in
-        the thread, after ``start``. It has to tell the ``Snapshot`` that it gets when the engine's state may change.
-        ``ranks``: the ranks that do the work together, made for use in the background."""
+        """``what``: a name of the work for messages, such as "the write of /run/step1". ``finish``: the function that
+        does the work, which the thread calls after ``start``. It has to tell the ``Snapshot`` that it gets when the
+        engine's state may change. ``ranks``: the ranks that do the work together, made for use in the background."""
         self._what = what
         self.error: BaseException | None = None
         """The error with which the work has failed. All ranks fail together, each with an error of its own."""
@@ -44,7 +51,8 @@ class BackgroundWork:
         self._cancelled = False
         self._seen = False
         self._afterwards: list[Callable[[], None]] | None = []
-        """What the thread calls once all ranks have finished the work. None means that it calls nothing more."""
+        """The functions that this rank's thread calls once all ranks have finished the work. None means that the thread
+        calls no more of them."""
         self._ending = threading.Lock()
         # The interpreter waits for threads that are no daemons before it exits.
         self._worker = Worker(self._run, "zckpt-background", daemon=False)
@@ -127,13 +135,15 @@ class BackgroundWork:
 
     def wait_until_copied(self, ranks: Ranks) -> None:
         """Waits until the state that may change as soon as training goes on has been copied. Raises nothing except
-        KeyboardInterrupt, which gives up the work. A later interrupt is not raised here."""
+        KeyboardInterrupt, which gives up the work. An interrupt that arrives after the copies are made is not raised
+        here."""
         if not self._snapshot.copied.is_set():
             with self._giving_up(), ranks.interruptible():
                 self._snapshot.copied.wait()
 
     def wait_until_taken(self) -> None:
-        """Waits until all of the engine's state may change. Raises only KeyboardInterrupt, which gives up the work."""
+        """Waits until all of the engine's state may change. Raises nothing except KeyboardInterrupt, which gives up the
+        work."""
         with self._giving_up():
             self._wait_until_taken()
 
@@ -142,7 +152,8 @@ class BackgroundWork:
             self._snapshot.taken.wait()
 
     def _leave_engine(self) -> None:
-        """Waits until the work neither reads nor changes the engine's state any more."""
+        """Waits until the work neither reads nor changes the engine's state any more. Raises nothing except
+        KeyboardInterrupt."""
         self.wait_until_ended()
 
     @contextmanager
@@ -184,7 +195,7 @@ class PendingWrite(BackgroundWork):
     """
 
     def __init__(self, path: str, finish: Callable[[Snapshot], None], ranks: Ranks) -> None:
-        """``finish`` writes and commits. ``ranks``: the ranks that write together."""
+        """``finish``: the function that writes and commits. ``ranks``: the ranks that write together."""
         super().__init__(f"the write of {path}", finish, ranks)
         self.path = path
         """The absolute path of the checkpoint."""
@@ -259,7 +270,8 @@ def _wait_together(pending: BackgroundWork) -> None:
 
 
 def wait_until_all_ended() -> None:
-    """Waits until all work of this rank in the background has ended, as ``BackgroundWork.wait_until_ended`` does."""
+    """Waits until all work of this rank in the background has ended, with or without an error. Unlike ``wait``, a
+    single rank may call it. Raises nothing except KeyboardInterrupt."""
     for pending in list(_pending.values()):
         pending.wait_until_ended()
 

@@ -82,9 +82,11 @@ class Restored(dict[str, Any]):
         self.restored = restored
         """The tensors of the engine that have the values of the checkpoint now."""
         self.kept = kept
-        """The tensors of the engine that keep their values, because the checkpoint has none of this name and shape."""
+        """The tensors of the engine that should have been restored, but keep their former values, because the
+        checkpoint does not have them in the right shape."""
         self.unexpected = unexpected
-        """The tensors of the checkpoint that were not read, because the engine has none of this name and shape."""
+        """The tensors of the checkpoint that were not read, because the engine has no such tensor, or has it in another
+        shape."""
         self.converted = converted
         """Those of the restored master weights and moments that have another dtype in the checkpoint: fp32, where the
         engine updates weights of 16 bits, or the reverse. A run that goes on from a narrower dtype is not equal to one
@@ -289,7 +291,8 @@ def restore_engine(engine: object, path: Place, request: Request) -> tuple[Resto
 
 
 def _choose(places: Sequence[StrPath]) -> Chosen | str:
-    """Returns what ``choose`` returns, or, if there is no checkpoint, the hint of the error, which may be empty."""
+    """Returns the checkpoint that is restored. If there is none, returns the hint of the error, which may be empty.
+    Raises the other errors of ``choose``."""
     try:
         return choose(places)
     except CheckpointNotFoundError as error:
@@ -310,7 +313,8 @@ def _said(path: Place) -> str:
 
 
 def _load_registered(engine: object, plan: RestorePlan, request: Request, ranks: Ranks) -> None:
-    """Gives each registered object its state. The other states wait for a ``register`` until the next step."""
+    """Gives each registered object its state. States for which no object is registered wait for a ``register`` until
+    the next step."""
     if not request.resumes:
         return
     of_engine, states = registered(engine), plan.rank_state or {}
@@ -361,9 +365,10 @@ def _compare_problems(reports: Sequence[Sequence[str]]) -> tuple[tuple[int, str]
 
 
 def _mismatch(plan: RestorePlan, first: tuple[int, str], same_as: int | None, ranks: Ranks) -> Exception:
-    """Returns the error that this rank raises if any rank has found problems. If several ranks have the same ones, only
-    the first of them lists them, so that a thousand ranks do not print one list a thousand times. ``first``: the first
-    rank with problems, and its problems. ``same_as``: the first rank with the problems of this one, if it has any."""
+    """Returns the error that this rank raises if any rank has found problems. If several ranks have the same problems,
+    the first of them lists them, and the others only name that rank. Otherwise a thousand ranks would print the same
+    list a thousand times. ``first``: the first rank with problems, and its problems. ``same_as``: the first rank with
+    the problems of this one, or None if this one has none."""
     message = "the checkpoint does not fit the engine; nothing was changed"
     if same_as == ranks.rank:
         listed = "\n  ".join(plan.problems)

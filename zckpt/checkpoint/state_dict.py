@@ -241,7 +241,8 @@ plain value; and the names of the values that differ from rank to rank and of th
 def _joined(tensors_of_ranks: Sequence[Any], values_of_ranks: Sequence[Any]) -> _Joined:
     """``tensors_of_ranks``: the paths of the tensors of each rank, their aliases, and the dtypes and shapes of those
     without elements. ``values_of_ranks``: for each plain value its path, its fingerprint, and whether it is a stream.
-    Both have one item if all ranks have the same. Raises StateError if plain values differ, or empty tensors."""
+    Both have one item if all ranks have the same. Raises StateError if plain values differ, or tensors without
+    elements."""
     holders, value_holders = _holders([paths for paths, *_ in tensors_of_ranks]), _holders(values_of_ranks)
     empty = [of_rank[2] for of_rank in tensors_of_ranks]
     for name in dict.fromkeys(name for of_rank in empty for name in of_rank):

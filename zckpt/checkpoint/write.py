@@ -390,7 +390,8 @@ def _remove_older(
     target: str, run: str, keep_last: int | None, keep_every: int | None, written: tuple[str, str]
 ) -> None:
     """Removes older checkpoints of the run, unless ``keep_last`` is None. Gives a warning if that fails, or if
-    something in them is not zckpt's. ``target``: the new checkpoint. ``written``: as for ``remove_older``."""
+    something in them is not zckpt's. ``target``: the checkpoint that was written. ``written``: as for
+    ``remove_older``."""
     if keep_last is None:
         return
     try:

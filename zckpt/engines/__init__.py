@@ -28,7 +28,8 @@ FRAMEWORKS = {
 
 
 def adapt(engine: Any) -> EngineAdapter:
-    """Returns the adapter for a training engine. For any other object, raises UnsupportedError with its type."""
+    """Returns the adapter for a live training engine. For any other object, raises UnsupportedError with the object's
+    type."""
     adapter = readable(engine)
     if not isinstance(adapter, EngineAdapter):
         raise _unknown(engine)
@@ -64,8 +65,9 @@ def engine_of(value: object) -> Any:
 
 
 def group_of(engine: Any) -> ProcessGroup | None:
-    """Returns the process group of the ranks over which an engine is spread. Returns None if these are all ranks of the
-    job, and if the object is not an engine. This never raises an error."""
+    """Returns the process group of the ranks over which an engine is spread. A job that trains several models may give
+    each of them only some of its ranks. Returns None if the engine uses all ranks of the job, and if the object is not
+    an engine. This never raises an error."""
     adapter = _adapter_of(engine)
     return None if adapter is None else adapter.process_group(engine)
 

@@ -54,9 +54,11 @@ class OnDisk(Protocol):
 
 
 AWAY = "_zckpt_away"
-"""The attribute of an engine that has its ``Away``. A table would keep engines alive, to which an ``Away`` refers."""
+"""The name of the attribute of an engine that has its ``Away``. A table of all engines would keep them alive, because
+an ``Away`` refers to its engine."""
 storages_on_disk: WeakValueDictionary[int, OnDisk] = WeakValueDictionary()
-"""The records of all storages on disk, by the address of torch's object for the storage, which lives as long as it."""
+"""The records of all storages that are on disk, by the address of torch's own object for the storage, which exists as
+long as the storage."""
 
 
 def away(engine: object) -> Away | None:

@@ -145,7 +145,8 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def _made(tree: Mapping[str, Any], inner: Callable[[Any, Any], torch.Tensor]) -> Any:
-    """Returns a new tensor. ``inner`` returns an inner tensor for its description and its value in the tree."""
+    """Returns a new composed tensor. ``inner`` returns an inner tensor for its description and its value in the
+    tree."""
     description = tree[_DESCRIPTION]
     safe = (item[0] if isinstance(item, tuple) else item for item in torch.serialization.get_safe_globals())
     named: set[Any] = {item for item in safe if isinstance(item, type) and item.__qualname__ == description["class"]}

@@ -67,7 +67,8 @@ class StateAdapter(ABC):
 
     @staticmethod
     def process_group(engine: Any) -> ProcessGroup | None:
-        """Returns the process group of the engine's ranks, or None for all ranks of the job. Never raises an error."""
+        """Returns the process group of the engine's ranks, or None if these are all ranks of the job. This never raises
+        an error."""
         return None
 
     @property
@@ -98,7 +99,8 @@ class StateAdapter(ABC):
     @property
     def peft_configs(self) -> dict[str, str]:
         """The configuration of each adapter of a PEFT model, by the adapter's name, as the text of its file
-        ``adapter_config.json``. Raises StateError for one that JSON cannot represent."""
+        ``adapter_config.json``. It is empty if the model has none. Raises StateError for a configuration that JSON
+        cannot represent."""
         return {}
 
     @property
@@ -143,7 +145,8 @@ class StateAdapter(ABC):
 
     def refuse_lazy(self) -> None:
         """Raises UnsupportedError unless the master weights and moments that ``inventory`` returns change only in a
-        step of the optimizer, before which ``before_change`` calls its action, and not in forward or backward."""
+        step of the optimizer, before which ``before_change`` calls its action. Forward and backward passes between two
+        steps must not change them."""
         raise UnsupportedError("snapshot='lazy': zckpt does not know when this engine changes its state")
 
     @abstractmethod
@@ -205,7 +208,8 @@ class StateAdapter(ABC):
 
     def before_change(self, action: Callable[[], None]) -> None:  # noqa: B027  an engine without lazy snapshots
         """Arranges that the thread of the training calls ``action`` once, before the engine next changes or moves the
-        memory of its fragments, which is at its next optimizer step. Buffers may change earlier."""
+        memory of its fragments. This is at its next optimizer step. Buffers may change earlier. Without a method of its
+        own, the adapter never calls it."""
 
 
 class EngineAdapter(StateAdapter):
@@ -218,6 +222,9 @@ class EngineAdapter(StateAdapter):
     An engine that has no optimizer, because it only evaluates, holds weights and buffers. Its ``wanted`` has the
     weights as the part ``param``. They are filled from the master weights if the checkpoint has those, and the state of
     an optimizer does not count as missing.
+
+    An adapter derives from this class. It has to have the abstract methods. The others are for what not every engine
+    has or needs: a process group of its own, state of each rank, lazy snapshots, ``zckpt.where`` and ``zckpt.offload``.
     """
 
     @property
@@ -259,7 +266,8 @@ class EngineAdapter(StateAdapter):
 
     @abstractmethod
     def unexpected(self, stored: Mapping[str, Collection[str]]) -> list[str]:
-        """Returns the keys for which no rank has a place. ``stored``: the names of the checkpoint's tensors by part."""
+        """Returns the keys for which the engine has no place on any rank. ``stored``: the names of the checkpoint's
+        tensors by part."""
 
     @abstractmethod
     def restoring(self, selection: Selection) -> Restoring:
@@ -293,7 +301,8 @@ class Selection:
     """What one restore puts into an engine, on one rank."""
 
     stored: Mapping[str, Collection[str]]
-    """The names of the checkpoint's tensors by part, for all parts that may be read, also those that do not fit."""
+    """The names of the checkpoint's tensors by part, for all parts that may be read, whether they fit the engine or
+    not."""
     wanted: tuple[Fragment, ...]
     """Those fragments of ``EngineAdapter.wanted`` that are filled. A moment that the checkpoint does not have is filled
     with zeros, all other fragments are filled from the checkpoint."""
@@ -307,11 +316,13 @@ class Selection:
     is a problem, unless the engine can keep its own values."""
     rank_state: Mapping[str, Any] | None
     """The tree that this rank saved. It is None if another number of ranks wrote the checkpoint, or if nothing needs
-    the tree. In the place of tensors and arrays, it has functions without arguments that return them."""
+    the tree. In the place of each tensor and array, the tree has a function without arguments that reads and returns
+    it."""
     rng: bool
     """Whether the random number generators are restored too. If not, they are not changed."""
     strict: bool = True
-    """Whether it is a problem if only a part of a tree fits. If not, the engine keeps the rest of its own values."""
+    """Whether it is a problem if only a part of a tree fits the engine. If not, the engine keeps the rest of its own
+    values."""
     keeps_settings: bool = False
     """Whether the engine keeps its own settings: those of its optimizer, such as the learning rate and the weight
     decay, and those of its scheduler. Values that are counted while the engine trains are no settings. The scheduler

@@ -28,7 +28,8 @@ class RankGroup:
 
 
 def rank_group_of(handle: dist.ProcessGroup | None) -> RankGroup:
-    """Returns the ranks of a process group. The argument is that of ``ranks_of``."""
+    """Returns the ranks of a process group. ``handle``: the process group, or None for all ranks of the job. Without a
+    job of several ranks, there is only rank 0."""
     own_job, ranks = job(), ranks_of(handle)
     return RankGroup(None, 0, ranks) if own_job is None else RankGroup(handle, ranks.index(own_job.rank), ranks)
 

@@ -1,4 +1,5 @@
-"""What this process knows about the checkpoints of an engine: their run, and the last one that it wrote or restored."""
+"""What this process knows about the checkpoints of an engine: which run they belong to, and which one the engine has
+written, or was restored from, last."""
 
 from __future__ import annotations
 
@@ -9,17 +10,20 @@ from weakref import ReferenceType, ref
 _HISTORY = "_zckpt_history"
 """The name of the attribute of an engine that has its ``History``."""
 _writes = 0
+"""The number of writes in this process so far."""
 _written: dict[str, tuple[ReferenceType[object], int]] = {}
 """The engine that has written the last checkpoint of each run, and the number of that write."""
 _writers: dict[str, tuple[str, ReferenceType[object]]] = {}
-"""Who has written last to each directory of a run or of a checkpoint: the identity of the run, and the engine."""
+"""Who has written last to each directory of a run, and to each directory of a checkpoint: the identity of the run, and
+the engine."""
 
 
 class History:
     """The checkpoints of one engine."""
 
     run_id = ""
-    """The identity of the engine's run, as in ``Lineage``. It is empty before the first write or restore."""
+    """The identity of the engine's run, as in ``Lineage``. It is empty until the engine has written a checkpoint or was
+    restored from one."""
     by_contents = False
     """Whether ``run_id`` is made of the names of what is written, as for a state dict. Then all objects that have it
     are one run, because each write makes a new object."""
@@ -33,7 +37,8 @@ class History:
     def __init__(self) -> None:
         self.replicas: dict[str, tuple[tuple[int, int], bytes]] = {}
         """For frozen weights of which other ranks hold replicas, by key: the address of the memory with the number of
-        changes that torch has counted, and a digest of the values. What has not changed is not read again."""
+        changes that torch has counted, and a digest of the values. They may be most of a model, and what has not
+        changed is not read again."""
 
 
 def history_of(engine: object) -> History:
@@ -57,6 +62,7 @@ def run_id_of_next_write(engine: object) -> str:
 
 
 def note_write(engine: object, run_id: str) -> None:
+    """Notes that ``engine`` writes a checkpoint of the run with this identity."""
     global _writes  # noqa: PLW0603  it orders the writes of all engines
     _writes += 1
     _written[run_id] = ref(engine), _writes

@@ -1,4 +1,5 @@
-"""The objects that are saved and restored with an engine on each rank, such as data loaders, and zckpt.register."""
+"""The objects that are saved and restored with an engine on each rank, such as data loaders. ``zckpt.register``
+registers them."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ if TYPE_CHECKING:
     from zckpt.engines.contract import EngineAdapter
 
 _REGISTERED = "_zckpt_registered"
-"""The attribute of an engine that has its ``Registered``. A table would keep registered objects alive."""
+"""The attribute of an engine that has its ``Registered``. A table of all engines would keep alive every object to which
+a registered object refers."""
 _METHODS = ("state_dict", "load_state_dict")
 
 

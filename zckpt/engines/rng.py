@@ -1,4 +1,5 @@
-"""Saves and restores the random number generators of Python and NumPy, and torch's on the CPU and current device."""
+"""Saves and restores the random number generators of this process: those of Python and NumPy, and torch's on the CPU
+and on the current device."""
 
 from __future__ import annotations
 

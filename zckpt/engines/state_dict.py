@@ -85,7 +85,8 @@ def check_names(names: Iterable[str]) -> None:
 
 
 def packed_paths(paths: Iterable[Path]) -> list[list[Path | list[str | int]]]:
-    """Returns paths as ``STATE_DICT`` has them: for each map or list, its own path and the keys of its leaves."""
+    """Returns paths as the tree ``STATE_DICT`` has them: for each map or list, its own path and the keys of its leaves.
+    So the tree has no list for each leaf."""
     keys: dict[Path, list[str | int]] = {}
     for path in paths:
         keys.setdefault(path[:-1], []).append(path[-1])
@@ -152,7 +153,8 @@ def _tier_of_host() -> Tier:
 
 
 def held_span(tensor: Any) -> Span:
-    """Does what ``span_of`` does. Of a DTensor on a mesh to which this rank does not belong, it holds no elements."""
+    """Returns the elements of a tensor that this rank holds, in the order of its local tensor. These are none of a
+    DTensor on a mesh to which this rank does not belong. Raises ValueError as ``span_of`` does."""
     if is_sharded(tensor) and tensor.device_mesh.get_coordinate() is None:
         return all_of(tensor.shape).narrow(0, 0)
     return span_of(tensor)
@@ -207,7 +209,8 @@ class HeldLeaves:
         self.values[name] = value.getvalue() if isinstance(value, BytesIO) else value
 
     def with_own(self, per_rank: Collection[str], rank: int) -> HeldLeaves:
-        """Returns the same, with plain tensors that match ``per_rank``, names or globs, as those of this rank alone."""
+        """Returns the same, with the plain tensors that a name or glob in ``per_rank`` matches as the own tensors of
+        this rank."""
         if not per_rank:
             return self
         fragments = [

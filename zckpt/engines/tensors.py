@@ -1,4 +1,5 @@
-"""What the adapters of all frameworks need to know about tensors and modules, such as names."""
+"""What the adapters of all frameworks need to know about tensors and modules: names of dtypes, names of parameters,
+buffers."""
 
 from __future__ import annotations
 
@@ -47,12 +48,19 @@ def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
 
 def named_parameters(root: torch.nn.Module) -> tuple[dict[str, torch.nn.Parameter], dict[str, str]]:
     """Returns the parameters by their first names, in the order of the module, and for each other name of a tied
-    parameter its first name. Raises UnsupportedError if two have the same name without the names of wrappers."""
+    parameter its first name.
+
+    Raises UnsupportedError if two parameters have the same name after the names of wrappers have been removed.
+    """
     return _by_first_name(root.named_parameters(remove_duplicate=False))
 
 
 def persistent_buffers(root: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Returns the buffers that the state dict has, as ``named_parameters`` returns parameters."""
+    """Returns the buffers that the state dict has by their first names, in the order of the module, and for each other
+    name of a tied buffer its first name.
+
+    Raises UnsupportedError as ``named_parameters`` does.
+    """
     return _by_first_name(
         (f"{prefix}.{name}" if prefix else name, buffer)
         for prefix, module in root.named_modules(remove_duplicate=False)
@@ -103,8 +111,9 @@ def holdings(
     in_tree: bool = False,
     inside: frozenset[int] = frozenset(),
 ) -> Iterable[Holding]:
-    """Returns a holding for each dense tensor with elements that is in ``value``, which is a tensor or a collection.
-    ``workspace``, ``in_tree``: as in ``Holding``. ``inside``: the collections around it, by ``id``, to find cycles."""
+    """Returns a holding for each dense tensor with elements that is in ``value``. ``value`` is a tensor, or a
+    collection in which there are tensors. ``workspace``, ``in_tree``: as in ``Holding``. ``inside``: the collections in
+    which ``value`` is, by ``id``, because a collection may contain itself."""
     items: Iterable[Any] = ()
     if isinstance(value, torch.Tensor):
         if value.layout == torch.sparse_coo:
@@ -142,7 +151,8 @@ def some_of(items: Sequence[T_]) -> Sequence[T_]:
 
 
 def is_zero(tensor: torch.Tensor) -> bool:
-    """Returns whether all elements are zero. For a tensor whose values are on disk, this is False."""
+    """Returns whether all elements are zero. Returns False for a tensor that has no memory because its values are on
+    disk."""
     try:
         tensor.untyped_storage().data_ptr()
     except RuntimeError:  # torch raises this if the storage has no memory.
@@ -156,8 +166,9 @@ def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def plain_name(name: str) -> str:
-    """Returns ``name``, which names something in a module, without the names that torch.compile and torch's
-    ``checkpoint_wrapper`` add to those in every module that they wrap."""
+    """Returns the name that zckpt uses for what ``name`` names in a module. torch.compile adds the name of its wrapper,
+    ``_orig_mod``, to the names in every compiled submodule, and torch's ``checkpoint_wrapper`` does so with every
+    module whose activations are recomputed. zckpt removes both."""
     for wrapper in _WRAPPERS:
         if wrapper in name:
             return ".".join(component for component in name.split(".") if component not in _WRAPPERS)

@@ -21,8 +21,9 @@ def packed_sections(sections: Sections) -> list[list[list[int]]]:
 
 
 def unpacked_sections(value: object) -> Sections | None:
-    """Returns the sections that ``packed_sections`` has packed, or None if the value is no grid. The empty array
-    divides nothing. In any other grid, the intervals of a divided dimension together have each index from 0 on once."""
+    """Returns the sections of a grid that ``packed_sections`` has packed, or None if the value is no grid. The empty
+    array is the grid that divides nothing. In any other grid, at least one dimension is divided into several intervals,
+    which together have the indices from 0 on once each."""
     if not (isinstance(value, list) and len(value) <= NDIM_MAX):
         return None
     sections = []

@@ -6,7 +6,8 @@ A reader compares a value with its limit before it allocates memory or begins a 
 MANIFEST_BYTES_MAX = 256 << 20
 """The most bytes of a manifest."""
 CONTAINERS_MAX = 1 << 22
-"""The most arrays and maps in the body of a manifest, or in one tree. Each takes more memory than bytes in the file."""
+"""The most arrays and maps in the body of a manifest, or in one tree. Each takes far more memory than bytes in the
+file."""
 PARTS_MAX = 1 << 8
 """The most parts of a checkpoint."""
 HEADER_BYTES_MAX = 100_000_000

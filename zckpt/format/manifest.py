@@ -62,7 +62,8 @@ _MAGIC = "zckpt"
 SOUGHT_MAX = 4
 """How many names ``Manifest.name_id`` looks for among all names. This takes up to a third of the time that it takes to
 make a dict of all names."""
-_VERSION_BYTES_MAX = 5 + 2 * 9  # the bytes of an array of two integers in msgpack's longest form
+_VERSION_BYTES_MAX = 5 + 2 * 9
+"""The most bytes of an array of two integers, in msgpack's longest form."""
 _BIN = {0xC4: (2, 0), 0xC5: (3, 1 << 8), 0xC6: (5, 1 << 16)}
 """The first bytes that a binary may have in msgpack. For each of them, the number of bytes before the content of the
 binary, and the shortest content that needs it."""
@@ -82,9 +83,9 @@ class Part:
     layout_id: int
     """The id of the layout in the index that says where the pieces of these tensors are."""
     name_ids: Ints
-    """Positions in ``Manifest.names``."""
+    """For each tensor, the position of its name in ``Manifest.names``."""
     shape_ids: Ints
-    """Positions in ``Manifest.shapes``."""
+    """For each tensor, the position of its shape in ``Manifest.shapes``."""
     dtype_ids: NDArray[np.uint8]
     """For each tensor, the position of its dtype in ``DTYPES``."""
     grid_ids: Ints
@@ -129,12 +130,18 @@ class Files:
     thousands of data files, and to make an object for each of them would slow down opening."""
 
     rank: tuple[int, ...]
+    """For each data file, the rank that wrote it."""
     part_id: tuple[int, ...]
+    """For each data file, the position of its part in ``Manifest.parts``."""
     tier: tuple[int, ...]
+    """For each data file, the number of its tier."""
     nbytes: tuple[int, ...]
     data_start: tuple[int, ...]
+    """For each data file, the byte at which its data begin."""
     first_block: tuple[int, ...]
+    """For each data file, the position of its first digest in the digest table of its rank."""
     origin: tuple[str, ...]
+    """For each data file, the save id in its header if an earlier save wrote it, or an empty string."""
 
     @classmethod
     def of(cls, files: Iterable[File]) -> Files:

@@ -1,5 +1,7 @@
-"""Names of tensors, parts, pieces, files and directories. Paths are relative to the checkpoint's directory, with ``/``
-between components."""
+"""Names of tensors, parts, pieces, files and directories.
+
+All paths are relative to the checkpoint's directory, and have ``/`` between their components.
+"""
 
 from __future__ import annotations
 

@@ -125,6 +125,7 @@ class Containers:
         self.remaining = remaining
 
     def take(self) -> None:
+        """Counts one more array or map. Raises TooManyError if it is not allowed any more."""
         self.remaining -= 1
         if self.remaining < 0:
             raise TooManyError

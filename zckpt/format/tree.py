@@ -55,10 +55,11 @@ def pack(
 ) -> bytes:
     """Returns the bytes of the tree whose root is ``value``. Errors call the root ``path``.
 
-    ``put`` gets the path and the value of everything that is not a plain value. It stores a tensor or array and returns
-    its extension type and name, or returns a plain value to pack instead, or None if the value cannot be kept.
-    ``put_key`` gets the path of a map and each key in it that is not a plain one. It returns a plain key to pack
-    instead, or None. Raises StateError, which names the path, if a tree cannot contain a value.
+    ``put`` is called with the path and the value of everything that is not a plain value. It stores a tensor or array
+    and returns its extension type and name, or returns a plain value to pack instead, or None if the value cannot be
+    kept. ``put_key`` is called with the path of a map and each key in it that is not a plain one. It returns a plain
+    key to pack instead, or None if the key cannot be kept. Raises StateError, which names the path, if a tree cannot
+    contain a value.
     """
     encoder = _Encoder(put, put_key)
     return encoder.packed(encoder.encode(value, path, 0), path)

@@ -93,7 +93,8 @@ class FileRecord(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RankRecord:
-    """What the data files of one rank hold, and the digest of its digest table: all zeros until it is known."""
+    """What the data files of one rank hold, and the digest of the rank's digest table. Until the digest is known, it is
+    all zeros."""
 
     rank: int
     digest: bytes

@@ -31,7 +31,8 @@ STRAIGHT_BYTES_MAX = 16 << 20
 write needs no buffer. The larger it is, the less of the processor's time it takes for each byte. But if it were larger
 than this, some threads might end long before others."""
 SPACED_GAP_BYTES = 64 << 10
-"""The most bytes between two equally spaced ranges that are read together. Another request would take longer."""
+"""The most bytes between two equally spaced ranges that are read together. A further request takes longer than reading
+so many bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,8 @@ class Segments(NamedTuple):
 class StridedCopy(NamedTuple):
     """A copy of equally spaced runs of ``run_bytes`` bytes. The first of the ``runs`` runs begins at byte ``source``,
     and goes to byte ``target_offset`` of target number ``target``. Each further one begins ``source_stride`` bytes
-    later, and goes ``target_stride`` bytes further in the target. Bytes of the target count as stored bytes."""
+    later, and goes to a place ``target_stride`` bytes later in the target. Bytes of the target count as stored bytes,
+    too."""
 
     target: int
     target_offset: int
@@ -297,7 +299,10 @@ def _straight(
     cuts: Sequence[int], start: Ints, stop: Ints, address: Ints, places: TargetPlaces
 ) -> tuple[NDArray[np.bool_], list[Ranges], list[Ranges]]:
     """Returns which segments are read straight into their memory, and the ranges ``inner`` and ``edges`` of each read.
-    ``cuts``: the first segment of each read. ``start``, ``stop``: where segments begin and end in the files."""
+
+    ``cuts`` has the first segment of each read. ``start`` and ``stop`` are the bytes of the files at which the segments
+    begin and end.
+    """
     shift = address - start
     begins = np.zeros(len(start), bool)  # where a run of segments begins that are adjacent in memory and in the file
     begins[np.array(cuts, np.int64)] = True

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one rank writes of a set of replicas: one of ``count`` equal shares of each fragment, numbered from 0."""
+    """The part of a set of replicas that one rank writes: one of ``count`` equal shares of each fragment, numbered
+    from 0."""
 
     number: int
     count: int

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 
 class RequestedSpan(NamedTuple):
-    """Elements that are read for a request. They go to its target from element ``target_start`` on, in their order."""
+    """Elements that are read for a request. They go to the target of the request, from its element ``target_start`` on,
+    in the order of the span."""
 
     request: int
     span: Span
@@ -77,7 +78,8 @@ class PieceRanges:
     A piece occupies ``piece_bytes`` bytes of the data of file number ``file``, from byte ``piece_offset`` on. Its first
     digest has the number ``block`` among the digests of the file. A row has ``runs`` equally spaced ranges of the
     piece. The first one is its bytes ``[start, stop)``, which go to byte ``target_offset`` of target number ``target``.
-    Each further one begins ``source_stride`` bytes later in the piece, and goes ``target_stride`` bytes further."""
+    Each further one begins ``source_stride`` bytes later in the piece, and goes to a place ``target_stride`` bytes
+    later in the target."""
 
     file: Ints
     piece_offset: Ints

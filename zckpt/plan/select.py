@@ -33,7 +33,8 @@ def several(names: _Names) -> _Names | tuple[str]:
 
 
 def select(keys: Sequence[str], wanted: Keys, aliases: Mapping[str, str] = MappingProxyType({})) -> list[str]:
-    """Returns the keys that ``wanted`` asks for, each once: those of ``keys``, in their order, then further names.
+    """Returns the keys that ``wanted`` asks for, each once. First come those of ``keys``, in their order, then those
+    that contain an alias.
 
     ``aliases`` maps each further name of a tensor to the name that it has in ``keys``. A key with a further name is
     selected if it is asked for literally, or by a glob that does not match the key in ``keys`` too. So ``master/*``

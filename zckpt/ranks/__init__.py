@@ -1,1 +1,2 @@
-"""What the ranks of a job tell each other, and how each of them notices that another one has died."""
+"""What the ranks of a job tell each other, and how each rank notices that another one has died. No code here opens a
+file."""

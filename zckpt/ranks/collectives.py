@@ -104,7 +104,8 @@ class Ranks:
 
     @property
     def job_is_over(self) -> bool:
-        """Whether the training has destroyed, or first made, its process groups since this object was made."""
+        """Whether the training has destroyed its process groups since this object was made, or has made its first
+        ones."""
         return job() is not None if self._job is None else self._job.is_over
 
     @property
@@ -121,10 +122,10 @@ class Ranks:
     def exchange(
         self, sent: torch.Tensor, sent_bytes: Sequence[int], received: torch.Tensor, received_bytes: Sequence[int]
     ) -> None:
-        """Sends bytes from each rank to each rank. ``sent``, a 1-D uint8 tensor in host memory, holds first the bytes
-        for rank 0, then those for rank 1, and so on; ``sent_bytes`` says how many each of them gets. ``received`` and
-        ``received_bytes`` are the same for the bytes that come from each rank. Raises RankError, which names the rank,
-        if a rank is gone or hangs."""
+        """Sends bytes from each rank to each rank. ``sent`` and ``received`` are 1-D uint8 tensors in host memory.
+        ``sent`` holds first the bytes for rank 0, then those for rank 1, and so on; ``sent_bytes`` says how many each
+        of them gets. ``received`` and ``received_bytes`` are the same for the bytes that come from each rank. Raises
+        RankError, which names the rank, if a rank is gone or hangs."""
         group = self._group
         if group is None:
             received.copy_(sent)
@@ -344,7 +345,8 @@ def check_equal(values: Sequence[object], what: str, hint: str | None = None) ->
 
 
 def comparable(**arguments: object) -> dict[str, object]:
-    """Returns arguments in a form that ``check_arguments`` can compare: collections of names as sorted lists."""
+    """Returns the arguments of a call in a form that ``check_arguments`` can compare: plain values, and sorted lists
+    for collections of names."""
     return {
         name: value if value is None or isinstance(value, (str, bool, int)) else sorted(value)  # type: ignore[call-overload]
         for name, value in arguments.items()

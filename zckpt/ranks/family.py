@@ -19,7 +19,8 @@ only. If a message does not fit into its slot, all members exchange their whole 
 _HEADER = struct.Struct("<qq")
 _FITTING_BYTES = SLOT_BYTES - _HEADER.size
 _GO_ON = -1
-"""Stands in the slots of the parent for the length, if a child's message does not fit. Then all send whole messages."""
+"""Stands in the slots of the parent in the place of the length, if the message of any child does not fit. Then every
+child sends its whole message."""
 
 
 class Family:
@@ -59,8 +60,9 @@ class Family:
         return slot[_HEADER.size :][:length] if longest <= _FITTING_BYTES else self._exchange([b""], [length])[0]
 
     def _exchange(self, messages: Sequence[bytes], lengths: Sequence[int]) -> list[bytes]:
-        """Exchanges messages of any size between the parent and its children, which all call it. ``messages``: on the
-        parent one for each child, on a child the one for the parent. Returns those from there, of these ``lengths``."""
+        """Exchanges messages of any size between the parent and its children. All members call it. ``messages``: on the
+        parent one for each child, on a child the one for the parent. Returns the messages that come from there, of
+        these ``lengths``."""
         others = range(1, self.gloo.size()) if self.gloo.rank() == 0 else range(1)
         sent_bytes, received_bytes = ([0] * self.gloo.size() for _ in range(2))
         for other, message, length in zip(others, messages, lengths, strict=True):
@@ -72,7 +74,8 @@ class Family:
         return [raw[stop - length : stop].tobytes() for stop, length in zip(stops, lengths, strict=True)]
 
     def _gather(self, message: bytes) -> list[bytes]:
-        """Sends a message to the parent. Returns there the messages of all, of the same length, its own one first."""
+        """Sends a message to the parent. Returns on the parent the messages of all, its own one first. They all have
+        the same length."""
         mine = _tensor(message)
         number = self.gloo.size() if self.gloo.rank() == 0 else 0
         gathered = [torch.empty_like(mine) for _ in range(number)]

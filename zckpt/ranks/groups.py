@@ -79,6 +79,7 @@ class Group:
             self._below.answer(messages)
 
     def ask(self, message: bytes) -> bytes:
+        """Asks the parent of this rank, and returns its answer."""
         assert self._above is not None, "rank 0 has no parent"
         return self._above.ask(message)
 
@@ -111,7 +112,7 @@ class Group:
                 return
 
     def close(self) -> None:
-        """Ends the group and its threads."""
+        """Ends the group and its threads. After this call, no messages can be exchanged."""
         self.closed = True
         self.lives.close()
         if not all(work.is_completed() for work in self._works):
@@ -125,6 +126,7 @@ class Group:
 
 
 def close_all() -> None:
+    """Ends the threads of all groups of this process."""
     for each in jobs():
         close_groups(each)
 

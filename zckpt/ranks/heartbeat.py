@@ -205,6 +205,7 @@ class Lives:
         self._failure: tuple[int, str, int | None, str | None] | None = None
         """What ``tell_failure`` has told last, as far as this rank has heard it."""
         self._actions = 0
+        """How many actions of steps this rank has begun."""
         self._watched = neighbors(rank, len(members))
         self._beats = 0
         """How many periods the thread of this object has run. It shows the others that the process is alive."""
@@ -213,6 +214,7 @@ class Lives:
         """Whether late ranks were found in this wait already. There is only one message about them."""
         self._waits_since = 0.0
         self._call = ""
+        """The function of zckpt that all ranks have to call."""
         self._heard: dict[int, tuple[str, float]] = {}
         """The last number of steps of each rank that is watched, and when it was first seen."""
         self._shown: dict[int, tuple[list[str], float]] = {}
@@ -243,7 +245,7 @@ class Lives:
 
     def _await_neighbors(self) -> None:
         """Waits until the parent and the children have come. Others wait for this rank meanwhile, so it gives signs of
-        life, and tells them if one has not come."""
+        life, and tells them if one of its own has not come."""
 
         def meanwhile() -> None:
             sign_of_life()
@@ -419,7 +421,8 @@ class Lives:
         theirs, so that no connection ends if one of them dies. ``numbers`` returns their numbers in the job. Looks at
         them once in a period. Raises RankError if one of them is inside of a step and has not shown for
         ``WAITING_SECONDS`` that its process runs, if it has left the group, or if another rank says that a rank is
-        gone, or that it has failed in this action. A rank that is in no step shows nothing, and may still come."""
+        gone, or that it has failed in this action. A rank that is in no step shows nothing, and may come at any
+        time."""
         now = time.monotonic()
         if now < self._looked_at + self.period:
             return

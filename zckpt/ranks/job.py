@@ -19,8 +19,11 @@ if TYPE_CHECKING:
 
 
 class Job(ABC):
-    """A job as one of its ranks sees it. Ranks that do not reach each other by ``torch.distributed`` have a class that
-    derives from this one, as those of ``tests.support.thread_ranks``, and enter their job by ``in_job``."""
+    """A job as one of its ranks sees it: what ``Ranks`` needs to send messages.
+
+    Ranks that do not reach each other by ``torch.distributed`` have a class that derives from this one, as those of
+    ``tests.support.thread_ranks``. The thread of such a rank enters its job by ``in_job``.
+    """
 
     def __init__(self) -> None:
         self.groups: dict[tuple[tuple[int, ...], str], Group] = {}

@@ -19,6 +19,7 @@ def parent(rank: int) -> int:
 
 
 def children(rank: int, size: int) -> range:
+    """Returns the children of a rank in a group of ``size`` ranks."""
     first = rank * FAN_OUT + 1
     return range(min(first, size), min(first + FAN_OUT, size))
 
@@ -70,11 +71,13 @@ class Answer(NamedTuple):
     report: StepReport | None = None
     """The report of all ranks, if a rank has failed or does something else."""
     error: tuple[str, str, dict[str, Any]] | None = None
-    """The error of the decision of rank 0, from which every rank makes its own: the class, message and attributes."""
+    """The error that the decision of rank 0 has raised, from which every rank makes its own one: the class, the message
+    and the attributes."""
 
 
 def for_branches(answer: Answer, rank: int, children: Sequence[int]) -> list[Answer]:
-    """Returns what ``rank`` passes on to each child: only the values for the child and for the ranks below it."""
+    """Returns what ``rank`` passes on to each of its children: only the values for the child and for the ranks below
+    it."""
     each: dict[int, dict[int, bytes]] = {child: {} for child in children}
     for other, value in answer.each.items():
         below = other

@@ -40,7 +40,8 @@ _DIGEST_BYTES = 16
 
 class BlockCache:
     """A directory of blocks. Each block is a file, with a digest of its bytes at its end. Together they take at most
-    half of the space that the disk would have free without them. The least recently used blocks are removed first."""
+    half of the space that the disk would have free without them. The blocks that were not used for the longest time are
+    removed first."""
 
     def __init__(self, directory: StrPath) -> None:
         """Makes the directory. Raises StorageError, and UnsupportedError if it is not on a file system."""
@@ -52,7 +53,8 @@ class BlockCache:
         except OSError as error:
             raise from_os_error(error, "make the cache", str(directory)) from error
         self._least_free_bytes = sys.maxsize
-        """If fewer bytes are free on the disk, the cache has too many blocks. The first ``put`` finds this number."""
+        """If fewer bytes are free on the disk, the cache has too many blocks. The first ``put`` finds out the
+        number."""
 
     def files(self, path: str) -> Path:
         """Returns the directory of the blocks of the file with this URL."""

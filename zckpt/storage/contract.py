@@ -1,9 +1,10 @@
 """The contract of stores. zckpt reads and changes the place where checkpoints are stored only by these methods.
 
 The contract is that of an object store, such as S3: files are put as a whole, under conditions, and are listed by the
-beginning of their paths. This file alone defines what the methods have to do. ``docs/architecture.md`` has the other
-steps to a new store. A package outside of zckpt adds its store by an entry point of the group ``zckpt.stores``, whose
-name is the scheme, or by ``zckpt.storage.schemes.SCHEMES["my"] = MyStore`` in each process.
+beginning of their paths. A new store is a class that derives from ``Store`` and has its abstract methods, one line in
+the table of ``zckpt.storage.schemes``, and a test class that derives from ``zckpt.testing.StoreContract``. This file
+alone defines what the methods have to do. A package outside of zckpt adds its store by an entry point of the group
+``zckpt.stores``, whose name is the scheme, or by ``zckpt.storage.schemes.SCHEMES["my"] = MyStore`` in each process.
 
 - Several processes on several hosts use a store at the same time, and several threads use one object. As soon as a
   method has returned, all of them see what it has done.
@@ -59,7 +60,8 @@ class IOCount:
     one for each portion. If a request returns fewer bytes than it asked for, the request for the rest counts as another
     one."""
     metadata_bytes: int = 0
-    """The number of bytes of ``Reader.read``: of the manifest, the index, digest tables and headers."""
+    """The number of bytes that ``Reader.read`` has returned: bytes of the manifest, the index, digest tables and
+    headers."""
     data_bytes: int = 0
     """The number of bytes that all other reads have returned: bytes of tensors."""
     copied_bytes: int = 0
@@ -112,7 +114,8 @@ class Reader(Protocol):
 
     @property
     def direct(self) -> DirectReads | None:
-        """The faster reads that this reader offers besides ``read_into``, or None, as in most stores."""
+        """The faster reads that this reader offers besides ``read_into``, or None if it offers none, as in most
+        stores."""
 
 
 class DirectReads(Protocol):
@@ -137,8 +140,9 @@ class DirectReads(Protocol):
 
     def read_direct(self, path: str, views: Sequence[Bytes | memoryview], offset: int) -> int:
         """Fills ``views`` one after the other from byte ``offset`` on, past all caches. Returns the number of bytes
-        read: fewer than asked for if the file ends before, and 0 if the file cannot be read in this way. ``offset`` and
-        all addresses and lengths are multiples of the numbers that ``alignment`` returns."""
+        read: fewer than asked for if the file ends before, and 0 if the file cannot be read in this way. The caller
+        makes sure that ``offset`` and all addresses and lengths are multiples of the numbers that ``alignment``
+        returns."""
 
     def read_to_device(self, path: str, target: torch.Tensor, offset: int) -> int:
         """Fills ``target`` from byte ``offset`` on, without a copy in host memory. ``target`` is a 1-D uint8 tensor in
@@ -181,7 +185,8 @@ class Writer(Protocol):
         of them are written. zckpt lets it keep bytes only if it could not go on otherwise."""
 
     def sync(self) -> None:
-        """Makes the data durable. It is called once, after the last write has returned, and not after an error."""
+        """Makes the data durable. It is called once, after the last write has returned. After an error it is not called
+        at all."""
 
     def close(self) -> None:
         """Closes the file. It is called once, after a success and after an error."""
@@ -359,7 +364,8 @@ class Store(Creator, ABC):
         on. In a store that does not override ``prepare``, it is durable on return. If ``over`` does not hold, returns
         False and changes nothing. If several processes call this for one path at the same time, with the same ``over``
         and different ``data``, one of them succeeds. If ``data`` is equal to ``over``, only the time ``changed_at``
-        changes. A writer puts the lock of a checkpoint, and again every few seconds to show that it is alive."""
+        changes. A writer puts the lock of a checkpoint, and puts it again every few seconds to show that it is
+        alive."""
 
     def put_new(self, path: str, data: bytes) -> None:
         """Makes a new file with these bytes, as ``create`` does. It is durable except for its name. zckpt calls this

@@ -24,7 +24,8 @@ BINARY: int = getattr(os, "O_BINARY", 0)
 UNSUPPORTED = {errno.EINVAL, errno.ENOTTY, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
 """The error numbers by which a file system says that it does not support a call."""
 NAME_SURROGATE = 0x20000000
-"""The bit in the tag of a Windows reparse point that marks it as a link to another path, such as a symbolic link."""
+"""The bit in the tag of a Windows reparse point that marks it as a link to another path, such as a symbolic link or a
+junction."""
 
 
 def is_link(status: os.stat_result) -> bool:

@@ -36,7 +36,8 @@ SAMPLES, SAMPLE_BYTES = 4, 64 << 10
 no longer than all samples together, the system is asked about all of its pages. For a range of 16 MiB this would take
 5 % of the time that it takes to read it from the cache."""
 CAN_OPEN_BY_COMPONENT = os.open in os.supports_dir_fd and hasattr(os, "O_NOFOLLOW")
-"""Whether the system can open a file component by component. Then no link is followed, whatever other processes do."""
+"""Whether the system can open a file component by component. Then no link is followed, whatever other processes do to
+the path at the same time."""
 _REFUSED_LINK = {errno.ELOOP, errno.EMLINK, getattr(errno, "EFTYPE", errno.ELOOP), errno.ENOTDIR, errno.ENXIO}
 """The error numbers by which systems refuse to open a link, or something that is neither a file nor a directory: ELOOP
 on Linux and macOS, EMLINK on FreeBSD, EFTYPE on NetBSD, ENOTDIR for a component of the path, and ENXIO for a socket."""

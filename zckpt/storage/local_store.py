@@ -411,7 +411,8 @@ def _share_blocks(path: str, source: str) -> bool:
 
 
 def _retry_while_open(rename: Callable[[], None]) -> None:
-    """Calls ``rename``. On Windows, tries again for ``RENAME_WAIT_SECONDS`` while others have the file open."""
+    """Calls ``rename``. On Windows, tries again for up to ``RENAME_WAIT_SECONDS`` while another process has the file
+    open."""
     deadline = time.monotonic() + (RENAME_WAIT_SECONDS if sys.platform == "win32" else 0)
     while True:
         try:

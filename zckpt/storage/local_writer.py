@@ -190,7 +190,8 @@ class _Page:
         self.start, self.stop, self._nbytes = PAGE_BYTES, 0, 0
 
     def add(self, part: Bytes | memoryview, start: int) -> bool:
-        """Adds bytes at byte ``start`` of the page, each only once. Returns whether the page is complete now."""
+        """Adds a part of the page at byte ``start`` of the page. Returns whether the page is complete now. No byte may
+        be added twice."""
         stop = start + len(part)
         self.room[start:stop] = part
         self.start, self.stop = min(self.start, start), max(self.stop, stop)

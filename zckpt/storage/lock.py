@@ -127,7 +127,8 @@ class WriteLock:
 
 
 def read_lock(store: Store) -> bytes | None:
-    """Returns the content of a checkpoint's lock, or None if there is none. Raises StorageError, FormatError (F002)."""
+    """Returns the content of a checkpoint's lock, or None if there is no lock. Raises StorageError and FormatError
+    (F002)."""
     with closing(store.reader()) as reader:
         try:
             return reader.read(names.LOCK, 0, _LOCK_BYTES_MAX)
@@ -150,7 +151,8 @@ def refuse_other_holder(store: Store) -> None:
 
 
 def is_lock(holder: bytes) -> bool:
-    """Returns whether ``holder`` is the content of a lock, and not of another program's file of this name."""
+    """Returns whether ``holder`` is the content of a lock, and not that of another program's file with the same
+    name."""
     return "machine" in _parse(holder)
 
 

@@ -1,5 +1,7 @@
-"""Names of temporary files and directories that tell which process has made them, so that leftovers of dead processes
-are told apart from files that live processes are using."""
+"""Names of temporary files and directories that tell which process has made them.
+
+By these names, leftovers of dead processes are told apart from files that live processes are using.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,9 @@ if TYPE_CHECKING:
 SCRATCH = "zckpt-scratch-"
 """How the names of scratch files begin."""
 _NAME = re.compile(rf"(?s)(?:{SCRATCH}|.+\.)([0-9a-f]{{16}})-([0-9]{{1,10}})-([0-9]{{1,20}})-[0-9a-f]{{8}}(?:\.tmp)?")
-"""Matches a name with the text of ``process_name``: a digest of the place in which the process id is valid, such as the
-machine and its boot; the process id; the time at which the process started; and random digits."""
+"""Matches a name with the text of ``process_name``. The four groups of digits are a digest of the place in which the
+process id is valid, such as the machine and its boot; the process id; the time at which the process started; and random
+digits."""
 
 
 def process_name() -> str | None:

@@ -88,7 +88,8 @@ def _is_below(path: str, top: str) -> bool:
 
 
 def _is_hierarchical(group: Path) -> bool:
-    """Returns whether the group's limit also applies to the groups below it. Only version 1 has a switch for this."""
+    """Returns whether the group's limit also applies to the groups below it. In version 1, a switch decides this. In
+    version 2, it always applies."""
     with suppress(OSError):
         return (group / "memory.use_hierarchy").read_text().strip() != "0"
     return True

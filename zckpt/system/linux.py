@@ -49,7 +49,8 @@ _STATFS_BYTES = 256
 
 
 def processors() -> int:
-    """Returns the number of processors on which this process may run. A quota of processor time does not count."""
+    """Returns the number of processors on which this process may run. A container's quota of processor time is not
+    taken into account."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
@@ -209,7 +210,8 @@ def huge_pages() -> str | None:
 
 
 def file_system(path: str) -> str | None:
-    """Returns the type of the file system of a file or directory, such as ``nfs4``. Returns None if it is unknown."""
+    """Returns the type of the file system of a file or directory, such as ``ext4`` or ``nfs4``. Returns None if the
+    system does not report it."""
     if sys.platform != "linux":
         return None
     with suppress(OSError):

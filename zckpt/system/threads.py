@@ -1,4 +1,5 @@
-"""Threads whose end is waited for: even if the wait is interrupted, or before the process ends."""
+"""Threads whose end is waited for: even if the wait is interrupted, or before the process ends. Also a count of what
+several threads have done."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ class Worker:
 
     @property
     def in_parent(self) -> bool:
-        """Whether this process was forked before the end of the function, which only the parent can know."""
+        """Whether this process was forked while the function had not ended, so that only the parent can know its
+        end."""
         return not self._ended and self._process != os.getpid()
 
     def start(self) -> None:

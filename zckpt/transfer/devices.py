@@ -23,7 +23,8 @@ host and device exchange one copy."""
 
 
 def check_device(device: torch.device | str) -> torch.device:
-    """Returns the device of this name. Without an index, as in ``"cuda"``, it is the current one of this type.
+    """Returns the device of this name. If the name has no index, as in ``"cuda"``, it is the current device of this
+    type.
 
     Raises DeviceError, which names the usable devices, unless bytes can be copied to the device and back. The device
     "meta" is accepted, although its tensors have no bytes.
@@ -36,7 +37,8 @@ def check_device(device: torch.device | str) -> torch.device:
 
 
 def check_devices(tensors: Iterable[torch.Tensor]) -> tuple[torch.device, ...]:
-    """Returns what ``devices_of`` does. Raises DeviceError if bytes cannot be copied from a device, such as "meta"."""
+    """Returns the devices of these tensors, without the CPU. Raises DeviceError if bytes cannot be copied from a
+    device, such as "meta"."""
     return tuple(_usable_device(device) for device in devices_of(tensors))
 
 
@@ -54,7 +56,8 @@ def synchronize(devices: Iterable[torch.device]) -> None:
 
 
 def has_streams(device: torch.device) -> bool:
-    """Returns whether copies between the device and pinned memory can be queued without a wait of the host."""
+    """Returns whether copies between the device and pinned memory can be queued, so that the host does not wait for
+    them."""
     if device not in _with_streams and _is_accelerator(device):
         try:
             torch.Stream(device).record_event().synchronize()
@@ -67,7 +70,8 @@ def has_streams(device: torch.device) -> bool:
 
 
 _with_streams: set[torch.device] = set()
-"""The devices that are known to have streams. A failure is not kept, because it may be temporary."""
+"""The devices that are known to have streams. A failure is not kept here, because it may be temporary, such as a lack
+of memory."""
 
 
 def device_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -108,7 +112,8 @@ def pinned_memory(nbytes: int) -> torch.Tensor:
 
 
 def give_back_pinned_memory() -> None:
-    """Returns all unused pinned memory to the system. Otherwise torch's allocator would keep it for further tensors."""
+    """Returns all unused pinned memory to the system. Otherwise torch's allocator would keep it for further tensors of
+    the same size."""
     older_function = getattr(torch._C, "_host_emptyCache", lambda: None)  # in older versions of torch
     getattr(torch.accelerator, "empty_host_cache", older_function)()
 
@@ -156,7 +161,8 @@ class ToDevice(NamedTuple):
 
     @property
     def is_adjacent(self) -> bool:
-        """Whether both memories have the bytes one after the other, unconverted, so that the device needs no buffer."""
+        """Whether both memories have the bytes one after the other, unconverted, so that the device can copy them
+        without a buffer of its own."""
         return self.dtype == self.target.dtype and not self.source_stride
 
     @property
@@ -214,11 +220,13 @@ class CopyQueue:
     would mostly wait for each other's turn in Python. If the device has no memory for the buffer, the tensors are
     copied one by one.
 
-    ``to_device`` and ``from_device`` return an event for the end of their copies, or None if they are done already.
+    ``to_device`` and ``from_device`` return an event that happens when their copies are done, or None if they are done
+    already.
     """
 
     def __init__(self, device: torch.device, buffer_bytes: int, *, pinned: bool) -> None:
-        """Makes a queue for staging buffers of ``buffer_bytes`` bytes each. ``pinned``: whether they are pinned."""
+        """Makes a queue for staging buffers of ``buffer_bytes`` bytes each. ``pinned`` says whether the buffers are
+        pinned."""
         self.device = device
         self._buffer_bytes = buffer_bytes
         self._stream = _take_stream(device) if pinned and has_streams(device) else None
@@ -280,7 +288,8 @@ class CopyQueue:
 
 
 _idle_streams: dict[torch.device, list[torch.Stream]] = {}
-"""The streams that no queue uses now. They are used again, because torch's allocators keep memory for each stream."""
+"""The streams that no queue uses now. They are used again, because torch's allocators keep separate memory for each
+stream."""
 
 
 def _take_stream(device: torch.device) -> torch.Stream:

@@ -102,7 +102,8 @@ def fresh_tensors(
 
 
 def _rooms(nbytes: Sequence[int], within: Sequence[int]) -> list[Bytes]:
-    """Returns a ``_room`` of each size. Up to ``ROOMS_TOGETHER`` rooms lie in one mapping, in a huge page each."""
+    """Returns what ``_room`` does for each of these sizes. Up to ``ROOMS_TOGETHER`` rooms lie in one mapping of memory,
+    in a huge page each."""
     if len(nbytes) > ROOMS_TOGETHER:
         return [
             room
@@ -331,7 +332,8 @@ class Targets:
         self.device = np.array([-1 if target.is_cpu else numbers[target.device] for target in targets], np.int64)
         """The position of each target's device in ``devices``, or -1 for host memory."""
         self.inference = any(target.is_inference() for target in targets)
-        """Whether some targets are of ``torch.inference_mode()``. torch changes them only in a thread in this mode."""
+        """Whether some targets were made in ``torch.inference_mode()``. Operations of torch may change them only in a
+        thread in this mode."""
 
     def check(self, target: Ints, start: Ints, nbytes: Ints) -> None:
         """Raises ValueError unless all of these ranges of stored bytes are within their targets. The three arrays have

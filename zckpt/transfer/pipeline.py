@@ -34,7 +34,8 @@ class Pipeline(Generic[Item]):
     sources together. Only if a caller waits for a snapshot, sources come first: as long as a buffer is free, the next
     source is read. The sources of the first ``urgent`` items are read before all others. The snapshot is told when all
     urgent sources have been read, and again when all sources have been read. While all buffers are in use, no source is
-    read until a buffer is free again. While a buffer is being filled by copies, others that are full go on.
+    read until a buffer is free again. While copies to a buffer are under way, the other steps are done for buffers that
+    are full.
 
     Some files take bytes only in their order. ``is_next`` says whether the bytes of an item are the next ones. Other
     items wait with their buffers, unless nothing else can be done.
@@ -125,7 +126,8 @@ class Pipeline(Generic[Item]):
             self._changed.notify_all()
 
     def _next(self) -> Callable[[], None] | None:
-        """Returns the next step, or None if there is none any more. Waits while others may still make one possible."""
+        """Returns the next step, or None if there is none any more. Waits while other threads may still make one
+        possible."""
         with self._changed:
             while self._unfinished and not self._stopped:
                 if not self._sources_first and (put := self._next_put()):
@@ -149,7 +151,8 @@ class Pipeline(Generic[Item]):
         return None
 
     def _next_put(self) -> Callable[[], None] | None:
-        """Returns the step ``put`` of an item that is next in its file, or None. The caller holds ``self._changed``."""
+        """Returns the step ``put`` of an item that is next in its file, or None if none can be put now. The caller
+        holds ``self._changed``."""
         if self._waiting and self._puts >= self._puts_max:
             return None
         place = next((place for place, entry in enumerate(self._digested) if self._is_next(entry[1])), None)
@@ -215,7 +218,8 @@ class Pipeline(Generic[Item]):
         self._release(number, stage)
 
     def _release(self, number: int, stage: StagingBuffer) -> None:
-        """Gives back the buffer of an item whose steps are done. Copies from it to a device may still be under way."""
+        """Gives back the buffer of an item whose steps are all done. Copies from the buffer to a device may still be
+        under way."""
         self._staging.release(stage)
         with self._changed:
             self._free_halves += self._halves[number]

@@ -10,7 +10,8 @@ All other reads use direct I/O, which evicts nothing from the page cache. Their 
 plan says so, and otherwise into aligned staging buffers. The thread that has read the bytes begins its next read, while
 another thread compares the digests.
 
-Copies to a device are queued once their bytes are in a buffer. Meanwhile, the next read fills another buffer.
+Copies to a device are queued once their bytes are in a buffer. While these copies run, the next read fills another
+buffer.
 """
 
 from __future__ import annotations
@@ -182,7 +183,8 @@ class _Reads:
     """Is called after each urgent read, and tells the caller after the last one."""
 
     def read_cached(self, op: ReadOp, staging: StagingPool) -> None:
-        """Reads the bytes of ``op`` through the store's caches, compares digests, and moves them to their targets."""
+        """Reads the bytes of ``op`` through the store's caches, compares their digests, and moves them to their
+        targets."""
         with staging.lend() as stage:
             self.check(op, stage, through_cache=True)
 
@@ -368,7 +370,8 @@ def _copy_staged(segments: Segments, views: _Views, portion: slice, targets: Tar
 
 
 def _queue(segments: Segments, first: int, targets: Targets, stage: StagingBuffer) -> None:
-    """Queues the copies from the staging buffer to devices. The read begins at byte ``first`` of the buffer."""
+    """Queues the copies from the staging buffer to devices. The bytes of the read begin at byte ``first`` of the
+    buffer."""
     for number, device in enumerate(targets.devices):
         copies = joined_copies(segments, targets.device == number)
         with torch.inference_mode(targets.inference):

@@ -28,6 +28,7 @@ class Snapshot:
             raise ZckptError(f"the write was given up: {self._reason}", hint="write again")
 
     def end(self) -> None:
-        """Tells all threads that the write has ended, with or without an error, so that none waits for it."""
+        """Tells all threads that the write has ended, with success or with an error, so that none waits for it any
+        more."""
         self.copied.set()
         self.taken.set()

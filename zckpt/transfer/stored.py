@@ -26,7 +26,8 @@ GAP_BYTES = 64 << 10
 """The most bytes that are read at a time of a tensor that has less than a fourth of the elements between its first and
 its last one. Otherwise far more bytes might be read than it has."""
 _FACTOR = -7046029254386353131
-"""2^64 divided by the golden ratio, as a signed number. Its first multiples, modulo 2^64, are spread evenly."""
+"""2^64 divided by the golden ratio, as a signed number. Its first multiples, modulo 2^64, are spread evenly over all
+numbers of 64 bits."""
 _PLACE = "_zckpt_place"
 """The attribute of a storage that has its ``FileRange``."""
 
@@ -116,9 +117,10 @@ def replica_digest(tensor: torch.Tensor) -> bytes:
 
 
 def weighted_sums(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the sum of each portion of a contiguous tensor, as int64 on the device of the tensor. The terms of a sum
-    are the bytes of the portion, eight at a time as an int64, each multiplied by an odd number of its own. So if one of
-    these terms changes, the sum changes; if several do, it stays the same only by chance, once in 2^64 times."""
+    """Returns the sum of each portion of a contiguous tensor, as int64 on the device of the tensor. The terms of a
+    sum are the bytes of the portion, eight at a time as an int64, each multiplied by an odd number of its own. So if
+    one of these terms changes, the sum changes; if several do, the sum stays the same only by chance, once in 2^64
+    times."""
     flat = tensor.detach().view(-1).view(torch.uint8)
     terms = -(-min(PORTION_BYTES, len(flat)) // 8)
     factors = torch.arange(terms, dtype=torch.int64, device=tensor.device) * _FACTOR | 1

@@ -22,7 +22,8 @@ def run_tasks(
 
     ``interrupted`` is called if this thread is interrupted while it waits for the tasks, for instance by Ctrl-C. It
     should make long tasks end soon. Further interrupts do not shorten the wait, because the caller closes the files
-    that the tasks use. Raises what a task has raised: of several that have failed, the first one in ``tasks``."""
+    that the tasks use. Raises what a task has raised. If several tasks have failed, this is the error of the first of
+    them in ``tasks``."""
     numbered = enumerate(tasks)
     lock = threading.Lock()
     failures: dict[int, BaseException] = {}

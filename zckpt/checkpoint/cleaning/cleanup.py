@@ -19,9 +19,11 @@ class Removed:
     path: str
     """The path of the file or directory."""
     nbytes: int
-    """The number of freed bytes of disk space. A file is counted when its last hard link is removed."""
+    """The number of bytes of disk space that the removal has freed. A file with several hard links in several
+    checkpoints is counted when the last link is removed."""
     shared_bytes: int
-    """The size in bytes of the removed files that still have hard links in other checkpoints."""
+    """The size in bytes of the removed files that still have hard links in other checkpoints. Their disk space is not
+    freed."""
     reason: str
     """The reason for the removal. ``leftover``: it belonged to a write that died, failed or was replaced.
     ``retention``: it belonged to a checkpoint that ``zckpt.prune`` does not keep. ``discarded``: it belonged to a
@@ -47,7 +49,8 @@ class Cleanup:
     checkpoints: int = 0
     """The number of checkpoints that were found in the directory. Uncommitted checkpoints are counted too."""
     reasons: Mapping[str, str] = field(default_factory=dict)
-    """The path of each checkpoint that ``zckpt.prune`` has kept, and why, in the order of their commits."""
+    """For each checkpoint that ``zckpt.prune`` has kept, its path and why it was kept, in the order in which they were
+    committed."""
     unreadable: tuple[str, ...] = ()
     """The paths of checkpoints that ``zckpt.prune`` has left alone because they are incomplete: their manifests cannot
     be read, or some of their files are missing or have the wrong length."""

@@ -38,7 +38,8 @@ class Work:
     it would remove, and takes no lock."""
 
     def __init__(self, dry_run: bool, discarded: Collection[Location] = ()) -> None:
-        """``discarded``: the checkpoints without a manifest that are removed although they could be repaired."""
+        """``discarded``: the directories of checkpoints without a manifest that are removed although they could be
+        repaired."""
         self.dry_run = dry_run
         self.discarded = discarded
         self.removed: list[Removed] = []
@@ -51,15 +52,16 @@ class Work:
     def result(
         self, checkpoints: int, reasons: Mapping[str, str] | None = None, unreadable: Sequence[str] = ()
     ) -> Cleanup:
-        """The arguments are the fields of ``Cleanup`` of the same names."""
+        """Returns the result of the clean-up. The arguments are the fields of ``Cleanup`` of the same names."""
         return Cleanup(
             tuple(self.removed), tuple(self.in_use), self.dry_run, tuple(self.recoverable), checkpoints, reasons or {},
             tuple(unreadable), tuple(dict.fromkeys(self.foreign)),
         )  # fmt: skip
 
     def clean(self, store: Store, unwanted_in: Store | None = None, save_id: str = "") -> None:
-        """Removes the leftovers of one checkpoint. If its run is given as ``unwanted_in``, removes the checkpoint too,
-        unless another one than that of ``save_id`` was committed there meanwhile, which is recorded as in use."""
+        """Removes the leftovers of one checkpoint. If ``unwanted_in`` is given, removes the checkpoint itself too.
+        ``unwanted_in``: the run of the checkpoint. ``save_id``: the save id of the checkpoint. If another process has
+        committed another checkpoint there meanwhile, that one stays, and is recorded as in use."""
         path = str(store.location)
         left, holder, is_discarded = leftovers(store), read_lock(store), store.location in self.discarded
         # If there is nothing to do, no lock is taken, because that could make a write fail that is about to begin.
@@ -146,7 +148,8 @@ class Work:
                 self.removed.append(Removed(path, freed, shared, reason))
 
     def _freed(self, stored: Sequence[Entry]) -> tuple[int, int]:
-        """Returns how many bytes of removed files are freed, and how many still have other hard links."""
+        """Returns the number of bytes of removed files whose disk space is freed, and the number of bytes of removed
+        files that still have other hard links."""
         freed = shared = 0
         for file in stored:
             links = self._links.pop(file.identity, file.links) - 1

@@ -1,4 +1,5 @@
-"""The part of one process in a copy: it copies some files, and process 0 also takes the lock and commits."""
+"""Does the part of one process in a copy. Each process copies some of the files, and process 0 also takes the lock and
+commits."""
 
 from __future__ import annotations
 
@@ -63,8 +64,10 @@ class Copy:
     verify: bool = True
     """Whether all data that are read are compared with their digests."""
     shared_with: Location | None = None
-    """The directory of the source, if the copy may share data files with it. None means that all bytes are written."""
+    """The directory of the source, if the copy of a whole checkpoint may share data files with it. None means that all
+    bytes are written."""
     options: WriteOptions
+    """The options with which the files of the copy are written."""
     latest_in: Store | None = None
     """The directory of the run whose file ``latest`` will name the copy, or None if no such file changes."""
     tries: Tries | None = None
@@ -77,8 +80,9 @@ class Copy:
         return self.copied.records((rank for rank, files in self.files_of_rank.items() if TABLE in files), self.save_id)
 
     def begin(self, lock: WriteLock, records: Sequence[bytes]) -> Space:
-        """Checks that the copy may be made here, and takes the lock. ``records``: the results of ``records`` of all.
-        Returns the space that the copy needs. Raises CheckpointExistsError, and the errors of ``RankWrite.begin``."""
+        """Checks that the copy may be made at this place, and takes the lock. ``records``: the results of ``records``
+        of all processes. Returns the space that the copy needs. Raises CheckpointExistsError, and the errors of
+        ``RankWrite.begin``."""
         refuse_place(self.target, self.latest_in or self.target.parent, latest=self.latest_in is not None)
         first = self._rank_write(0, (), None)
         self.copied.tell(first, records)
@@ -88,7 +92,8 @@ class Copy:
         return first.begin(lock)
 
     def write(self) -> list[tuple[int, bytes]]:
-        """Writes this process's files durably. Returns each rank whose digest table it has written, with its digest."""
+        """Writes the files of this process and makes them durable. Returns the number of each rank whose digest table
+        it has written, and the digest of this table."""
         if self.tries is not None and self.tries.count > 1:
             self._remove_unfinished(self.tries)
         copied, digests = self.copied, []
@@ -123,7 +128,8 @@ class Copy:
         return rank_write.write_data_files(self.tries.snapshot)
 
     def _remove_unfinished(self, tries: Tries) -> None:
-        """Removes the files that an earlier try has not finished, and forgets those that somebody has removed."""
+        """Removes the files of this process that an earlier try has not finished. Forgets those that it has finished
+        and that somebody has removed."""
         manifest = self.copied.contents.manifest
         for rank, numbers in self.files_of_rank.items():
             for file in (manifest.files[number] for number in numbers if number != TABLE):
@@ -137,7 +143,8 @@ class Copy:
             self.target.remove(names.index_path(self.save_id))
 
     def commit(self, digests: Sequence[tuple[int, bytes]]) -> None:
-        """Commits the copy. All files have to be durable. ``digests``: what all calls of ``write`` have returned."""
+        """Commits the copy. It must be called after all files are durable. ``digests``: the results of ``write`` of all
+        processes, in any order."""
         assert self._first is not None, "``begin`` was called"
         self.copied.commit(self._first, [table_digest for _, table_digest in sorted(digests)])
 

@@ -43,7 +43,8 @@ class RankFiles(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """What is copied: a whole checkpoint, whose copy has the same bytes. A derived class copies a part of it."""
+    """What is copied: a whole checkpoint, whose copy has the same bytes. A class that derives from this one copies a
+    part of it."""
 
     contents: Contents
     """The manifest and the index of the checkpoint."""
@@ -94,8 +95,8 @@ class Copied:
         return RankFiles(tuple(data_files), source_of(contents, numbers, pieces, table, verify))
 
     def commit(self, first: RankWrite, digests: Sequence[bytes]) -> None:
-        """Commits the copy. ``digests``: of each rank's table. Raises FormatError (F001, F002, I001, I002) and
-        StorageError."""
+        """Commits the copy. ``digests``: the digest of each rank's digest table. Raises FormatError (F001, F002, I001,
+        I002) and StorageError."""
         contents = self.contents
         contents.check_index_length()
         manifest, path = contents.manifest, names.index_path(contents.manifest.save_id)

@@ -45,8 +45,8 @@ KEPT_PIECES = 1 << 22
 LISTED_PIECES = 1 << 18
 """About how many pieces ``Contents.stored_each`` lists at a time. They take 12 MiB."""
 RANK_PIECES = 1 << 17
-"""About how many pieces ``Contents.pieces_of_ranks`` lists at a time. They take 9 MiB, and 27 MiB
-while they are put in order."""
+"""About how many pieces ``Contents.pieces_of_ranks`` lists at a time. They take 9 MiB, and three times as much while
+they are put in order."""
 
 
 class Contents(Mapping[str, TensorInfo]):
@@ -72,7 +72,8 @@ class Contents(Mapping[str, TensorInfo]):
     # The tensors of the model, by key
 
     def __getitem__(self, key: str) -> TensorInfo:
-        """Returns the tensor with this key, which may have any name of a tied weight. Raises KeyNotFoundError."""
+        """Returns the tensor with this key. A tied weight is found under each of its names. Raises KeyNotFoundError,
+        which names the nearest keys."""
         return self._info(*self._place(key))
 
     def __contains__(self, key: object) -> bool:
@@ -101,7 +102,8 @@ class Contents(Mapping[str, TensorInfo]):
                     yield f"{part.name}/{self.manifest.names[name]}"
 
     def of_part(self, part: str) -> Tensors:
-        """Returns the tensors of a part. They are empty if there is no such part. Their names are not looked at."""
+        """Returns the tensors of a part, of which there are none if the checkpoint does not have it. It looks for no
+        name, which takes most of the time that it takes to find a key."""
         part_id = self.manifest.part_ids.get(part, -1)
         rows = np.arange(0 if part_id < 0 else len(self.manifest.parts[part_id].name_ids))
         return Tensors(self, np.full(len(rows), part_id), rows)
@@ -110,7 +112,8 @@ class Contents(Mapping[str, TensorInfo]):
         return sum(len(part.name_ids) for part in self.manifest.parts if part.name != STATE)
 
     def select(self, keys: Keys) -> dict[str, TensorInfo]:
-        """Returns the tensors that ``keys`` asks for, by key. Raises KeyNotFoundError if one matches nothing."""
+        """Returns the tensors that ``keys`` asks for, by key. Raises KeyNotFoundError if a key, a glob or the predicate
+        matches nothing."""
         return dict(zip(*self.chosen(keys), strict=True))
 
     def chosen(self, keys: Keys) -> tuple[list[str], Tensors]:
@@ -150,8 +153,9 @@ class Contents(Mapping[str, TensorInfo]):
         return info
 
     def packed_state(self, rank: int | None = None) -> tuple[bytes, str] | None:
-        """Returns the packed tree that all ranks share, or the one that ``rank`` alone had, or None if there is none,
-        and the file or key that error messages name it by. Raises FormatError and StorageError."""
+        """Returns the packed tree that all ranks share, or the one that ``rank`` alone had, together with the file or
+        key that error messages name it by. Returns None if there is no such tree. Raises FormatError and
+        StorageError."""
         if rank is None:
             return self.manifest.state, names.MANIFEST
         info = self.find(STATE, f"rank/{rank}")
@@ -188,7 +192,8 @@ class Contents(Mapping[str, TensorInfo]):
 
     @cached_property
     def machines(self) -> tuple[Machine, ...]:
-        """The machines of which each has written its own ranks' files to its own disk. Empty if there was one place."""
+        """The machines of which each has written the files of its own ranks to a disk of its own. Empty if all ranks
+        wrote to one place."""
         return machines_in(self.plain_state)
 
     @property
@@ -246,7 +251,8 @@ class Contents(Mapping[str, TensorInfo]):
         return first_row[numbers], numbers
 
     def chunk(self, number: int) -> Rows:
-        """Returns one chunk of the index. It is read and checked, unless it is among those that were asked for last."""
+        """Returns one chunk of the index. It is read and checked when it is first asked for, and read again if many
+        others have been asked for since."""
         layout = self._layouts.get(number)
         if layout is None:
             chunk = self.manifest.chunks[number]
@@ -330,7 +336,8 @@ class Contents(Mapping[str, TensorInfo]):
         return sum(chunk.pieces * layouts[chunk.layout_id] for chunk in self.manifest.chunks)
 
     def holders(self, infos: Sequence[TensorInfo]) -> list[Holders]:
-        """Returns for each tensor how it is spread over the ranks, far quicker than by a look at all of its pieces."""
+        """Returns for each tensor how it is spread over the ranks. This is far quicker than looking at the pieces of
+        each tensor."""
         tensors = self.tensors(infos)
         chunks = self._chunks_of(tensors.part_id, tensors.row).tolist()
         spread = {number: self._spread(number) for number in set(chunks)}
@@ -392,7 +399,8 @@ class Contents(Mapping[str, TensorInfo]):
 
     def pieces_of_rows(self, part_id: int, number: int, rows: Ints) -> tuple[StoredPieces, Ints, Ints]:
         """Returns the pieces of some rows of a part, all of which are in chunk ``number``. In the first value,
-        ``tensor`` is a position in ``rows``. The others are the copy and the rank of each piece."""
+        ``tensor`` is a position in ``rows``. The second value is the copy that each piece belongs to, and the third the
+        rank that holds it."""
         manifest = self.manifest
         layout = index_format.take(self.chunk(number), rows - manifest.chunks[number].first_row)
         numel = manifest.numel[manifest.parts[part_id].shape_ids[rows]]
@@ -527,7 +535,8 @@ class Contents(Mapping[str, TensorInfo]):
             raise broken("I001", f"the index is {nbytes} bytes long, expected {expected}", file=path)
 
     def check_length(self, number: int, key: str | None = None) -> None:
-        """Raises FormatError (F001 to F003), which names ``key``, unless the file is there and as long as recorded."""
+        """Raises FormatError (F001 to F003) unless the data file is there and as long as recorded. The error names
+        ``key``."""
         if number in self._sized:
             return
         file = self.manifest.files[number]

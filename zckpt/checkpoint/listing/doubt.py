@@ -109,7 +109,8 @@ def settle(checkpoint: Store, ranks: Ranks) -> None:
 
 
 def _committed(checkpoint: Store) -> list[str]:
-    """Returns a list with the manifest's save id, which is empty without a sound manifest. Raises StorageError."""
+    """Returns the save id of the manifest in a list, or an empty list if there is none, or a damaged one. Raises
+    StorageError."""
     try:
         return [manifest_of(checkpoint).save_id]
     except (CheckpointNotFoundError, FormatError):

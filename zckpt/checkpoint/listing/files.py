@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 
 def digest_counts(manifest: Manifest) -> list[int]:
-    """Returns for each rank the fewest digests that its table may have. Only the index tells the exact number."""
+    """Returns for each rank the fewest digests that its table may have. The exact number is known only from the
+    index."""
     counts = [0] * manifest.world_size
     for file in manifest.files:
         spans = (file.data_start, file.nbytes - file.data_start)

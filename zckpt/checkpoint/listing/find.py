@@ -53,8 +53,9 @@ def find(path: StrPath) -> Store:
 
 
 def find_and_open(path: StrPath) -> tuple[Store, Contents]:
-    """Returns what ``find`` and ``open_contents`` return. If ``path`` is the directory of a checkpoint, only one
-    request is made, for the manifest. The caller closes the reader of the result. Raises their errors."""
+    """Returns what ``find`` returns, and what that checkpoint holds. If ``path`` is the directory of a checkpoint, only
+    one request is made: it reads the manifest. Whoever calls it closes the reader of the result. Raises the errors of
+    ``find`` and ``open_contents``."""
 
     def opened(checkpoint: Store) -> Contents | None:
         try:
@@ -103,7 +104,8 @@ def _find(path: StrPath, look: Callable[[Store], T | None]) -> tuple[Store, T]:
 
 
 def _newer_of_trainer(run: Store, entries: Sequence[Entry], checkpoint: Store) -> Store | None:
-    """Returns the newest checkpoint in a Trainer's ``checkpoint-<N>`` if it has more steps than ``checkpoint``."""
+    """Returns the newest checkpoint in the directories ``checkpoint-<N>`` of a Trainer, if it has more steps than
+    ``checkpoint``. ``entries`` are those of the run."""
     of_trainer = [entry.path for entry in entries if entry.is_directory and is_of_trainer(entry.path)]
     for name in sorted(of_trainer, key=lambda name: int(name.rpartition("-")[2]), reverse=True):
         with suppress(ZckptError):
@@ -127,8 +129,9 @@ def manifest_of(store: Store) -> Manifest:
 
 @contextmanager
 def advised(checkpoint: Store, left: str = NOTHING_CHANGED) -> Iterator[None]:
-    """Extends the hint of an error about what is damaged or missing in the checkpoint. It adds ``left``, which says
-    what the error has left behind, which other checkpoints are whole, and which machines have missing files."""
+    """Extends the hint of an error that says that something of the checkpoint is damaged or missing. It adds ``left``,
+    which says what the error has left behind, which other checkpoints of the run are whole, and which machines have the
+    files that are missing."""
     try:
         yield
     except Exception as error:  # not FormatError: that name is None if Python's end closes a generator

@@ -62,7 +62,8 @@ def leftovers(checkpoint: Store) -> Leftovers:
 
 
 def may_be_named(checkpoint: Store, save_id: str) -> bool:
-    """Returns whether a checkpoint's manifest names the data of this save, or may, because it cannot be read."""
+    """Returns whether the manifest of a checkpoint names the data of this save, or may do so because it cannot be
+    read."""
     try:
         return manifest_of(checkpoint).save_id == save_id
     except CheckpointNotFoundError:

@@ -83,7 +83,8 @@ def decode_manifest(checkpoint: Store, raw: bytes) -> Manifest:
 
 
 def read_latest(run: Store, file: str = names.LATEST) -> str:
-    """Returns the relative path in a run's ``latest``. Raises FormatError (L001, F001, F002) and StorageError."""
+    """Returns the path, relative to the run, that the run's ``latest`` holds. Raises FormatError (L001, F001, F002) and
+    StorageError."""
     with closing(run.reader()) as reader:
         raw = reader.read(file, 0, LATEST_BYTES_MAX + 1)
     file = str(run.location.child(file))
@@ -143,7 +144,8 @@ def names_in(store: Store) -> list[str]:
 
 
 def names_at(store: Store) -> list[str]:
-    """Does what ``names_in`` does, but raises CheckpointNotFoundError if there is no directory."""
+    """Returns the entries of a directory in sorted order. Raises CheckpointNotFoundError if there is no directory, and
+    StorageError."""
     entries = store.entries()
     if entries is None:
         raise nothing_at(store)
@@ -277,7 +279,8 @@ def _of_same_run(checkpoint: Store) -> list[Store]:
 
 
 def _newest_first(checkpoints: Iterable[Store]) -> list[Store]:
-    """Sorts checkpoints by the time of their commit, newest first, without those whose manifest is no regular file."""
+    """Sorts checkpoints by the time of their commit, and returns them, the newest first. Leaves out a checkpoint whose
+    manifest is not a regular file."""
     committed = ((committed_at(store), str(store.location), store) for store in checkpoints)
     return [store for at, _, store in sorted(committed, key=lambda entry: entry[:2], reverse=True) if at]
 
@@ -319,7 +322,8 @@ def can_resume(checkpoint: Store, run_id: str | None = None) -> bool:
 
 
 def if_whole(checkpoint: Store) -> Contents | None:
-    """Returns what a checkpoint holds, with a closed reader, or None if it is not whole. No tensor is read."""
+    """Returns what the manifest of a checkpoint says, with a reader that is closed, or None if the checkpoint is not
+    whole. No tensor is read."""
     try:
         with closing(checkpoint.reader()) as reader:
             contents = Contents(read_manifest(checkpoint, reader), reader, checkpoint)
@@ -350,8 +354,9 @@ def check_lengths(contents: Contents, *, everywhere: bool = False) -> None:
 
 
 def what_is_whole(checkpoint: Store, *, here: bool = False) -> str:
-    """Returns a clause for the hint of an error about a checkpoint. It says which others of the run are whole.
-    ``here``: whether only the files of this machine's ranks were looked at."""
+    """Returns a clause for the hint of an error about a checkpoint. It says which other checkpoints of the run are
+    whole. ``here``: whether each machine has the files of its own ranks, so that only those of this machine were looked
+    at."""
     whole, place = whole_neighbours(checkpoint), " on this machine" if here else ""
     if not whole:
         return f"the run has no other checkpoint that is whole{place}"
@@ -387,7 +392,8 @@ def _similar_to(store: Store) -> str:
 
 
 def not_a_checkpoint(store: Store, entries: Sequence[str], message: str) -> CheckpointNotFoundError:
-    """Returns the error for a directory with these entries, none of them of a checkpoint, and says what is there."""
+    """Returns the error, with ``message``, for a directory with these entries, in which nobody has begun a checkpoint.
+    It says what is there instead."""
     other, here = other_format(entries), ours_in(store)
     if other is not None and not here:
         return CheckpointNotFoundError(f"this is {other.what}", file=str(store.location), hint=other.hint)
@@ -397,7 +403,8 @@ def not_a_checkpoint(store: Store, entries: Sequence[str], message: str) -> Chec
 
 
 def what_is_here(run: Store) -> str:
-    """Returns the hint of an error that ``run`` is no checkpoint: which checkpoints or runs it has, and what to do."""
+    """Returns the hint of an error that says that ``run`` is not a checkpoint. It names the checkpoints or the runs
+    that are in this directory, and says what to do."""
     ours = ours_in(run)
     if ours:
         return ours
@@ -421,7 +428,8 @@ def _runs_in(above: Store) -> list[Store]:
 
 
 def ours_in(run: Store) -> str:
-    """Returns the clause for a hint that names the checkpoints of zckpt in this directory, or an empty text."""
+    """Returns the clause for a hint that names the checkpoints of zckpt in this directory. It is empty if there are
+    none."""
     begun = [(directory, entries) for directory, entries in _searched(run) if is_begun(entries)]
     committed = _newest_first(directory for directory, entries in begun if names.MANIFEST in entries)
     others = [directory for directory, entries in begun if names.MANIFEST not in entries]

@@ -120,7 +120,8 @@ def _strangers(checkpoint: Store, save_id: str, files: dict[int, list[FoundFile]
 
 
 def _world_size(text: str) -> int | None:
-    """Returns the world size that the headers of data files tell, or None if that is not a possible one."""
+    """Returns the number that the headers of data files tell, or None if it is not a number, or not a possible world
+    size."""
     size = int(text) if re.fullmatch("[1-9][0-9]{0,6}", text, re.ASCII) else 0
     return size if 1 <= size <= WORLD_SIZE_MAX else None
 

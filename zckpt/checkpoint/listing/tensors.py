@@ -32,7 +32,8 @@ class PieceInfo:
     tier: str
     """The memory that the piece was in when it was saved, ``"device"``, ``"host"`` or ``"nvme"``."""
     copy: int
-    """The number of the piece's copy. It is above 0 only for values that differ by rank, such as some buffers."""
+    """The number of the copy that the piece belongs to. It is above 0 only for values that differ from rank to rank,
+    such as some buffers."""
     start: int
     """The first element of the piece."""
     stop: int

@@ -42,7 +42,8 @@ class Checkpoint(Mapping[str, TensorInfo]):
     # Contents
 
     def __getitem__(self, key: str) -> TensorInfo:
-        """Returns the tensor with this key. A tied weight has a key for each of its names. Raises KeyNotFoundError."""
+        """Returns the tensor with this key. A tied weight has a key for each of its names. Raises KeyNotFoundError,
+        which names the nearest keys."""
         return self._loader.contents[key]
 
     def __contains__(self, key: object) -> bool:
@@ -98,8 +99,10 @@ class Checkpoint(Mapping[str, TensorInfo]):
 
         Args:
             rank: one of the ranks that wrote the checkpoint, from 0 on.
-            lazy: whether each tensor and array is replaced by a function without arguments that reads it.
-            key: a key of the tree, of whose value alone the tensors are read. None means the whole tree.
+            lazy: whether a function without arguments takes the place of each tensor and array. The function reads the
+                tensor.
+            key: a key of the tree. Only its value is returned, and no other tensors are read. None means the whole
+                tree.
 
         Returns:
             The tree, or its value under ``key``. None if there is none.
@@ -145,7 +148,8 @@ class Checkpoint(Mapping[str, TensorInfo]):
     ) -> dict[str, torch.Tensor]:
         """Returns whole tensors by key, assembled from the pieces of all ranks.
 
-        It reads only these tensors, their index chunks and their digests, and nothing for the device "meta".
+        It reads only these tensors, the index chunks that list them and the digests that cover them. It reads nothing
+        for tensors on the device "meta".
 
         Args:
             keys: one key, a glob (``"master/*"``), several keys or globs, or a predicate over keys. None selects the
@@ -154,11 +158,14 @@ class Checkpoint(Mapping[str, TensorInfo]):
                 another name of a tied weight, the weight is returned under that name. A predicate is called with the
                 keys under which tensors are stored.
             device: the device on which the tensors are made.
-            dtype: the dtype to which the tensors are converted, or its name, such as ``"bfloat16"``. None keeps the
-                stored ones. Only conversions between floating point types, or between integer types, are possible.
-            verify: whether every block is compared with its digest. None means yes, unless ZCKPT_VERIFY=0 is set.
+            dtype: the dtype to which the tensors are converted. Only conversions between floating point types, or
+                between integer types, are possible. It is a ``torch.dtype`` or its name, such as ``"bfloat16"``. None
+                keeps the stored dtypes.
+            verify: whether every block is compared with its digest. None means yes, unless the environment has
+                ZCKPT_VERIFY=0.
             out: tensors by key that are filled, and to whose dtype the stored elements are converted. They must be
-                contiguous and have the stored shapes, on any device. After an error their values are undefined.
+                contiguous and have the stored shapes. They may be on any device. After an error they have undefined
+                values.
             progress: an object that is told how many bytes are done, such as ``zckpt.ProgressBar()``.
 
         Returns:
@@ -172,7 +179,8 @@ class Checkpoint(Mapping[str, TensorInfo]):
             CastError: a dtype cannot be converted to ``dtype``.
             ValueError: there is no such ``dtype``.
             TypeError: ``out`` is not a mapping to tensors.
-            DeviceError: the device does not exist, does not work or has too little memory. It names the usable devices.
+            DeviceError: the device does not exist, does not work or has too little memory. The error names the usable
+                devices.
             FormatError: data is damaged or missing.
             StorageError: the operating system reports an error when it reads.
         """

@@ -36,10 +36,12 @@ if TYPE_CHECKING:
 
 HOST = torch.device("cpu")
 PLANNED_PIECES = 1 << 16
-"""About how many pieces ``Loader.read`` plans at a time. Each takes up to 400 bytes, in two plans at a time."""
+"""About how many pieces ``Loader.read`` plans at a time. The plan of a piece takes up to 400 bytes, and there
+are two plans in memory at a time."""
 FIRST_TENSORS = 1 << 13
 """The most tensors that ``Loader.read`` plans before it reads the first of them. While it reads them, it plans up to
-twice as many, and so on. With a smaller number, threads and the disk would wait more often."""
+twice as many, and so on. If the number were smaller, more threads of Python would wait for each other, and the disk
+would more often wait for the last reads of a plan."""
 
 
 class ReadRequest(NamedTuple):
@@ -67,7 +69,8 @@ class _Wanted:
     copies: Ints
     """The number of the copy of each tensor that is read, or -1 if any copy will do."""
     targets: Callable[[slice], Sequence[torch.Tensor]]
-    """Returns, or makes, the memory that some of the tensors go to. It is called once for each tensor."""
+    """Returns the memory that some of the tensors go to. It may make this memory, so it is called once for each
+    tensor."""
     rank: int | None
     """This and all attributes below have the meaning of the arguments of ``Loader.read`` with the same names."""
     verify: bool

@@ -64,7 +64,8 @@ def is_path(value: object) -> bool:
 
 
 class PlainValues(Mapping[str, Any]):
-    """The plain values of all ranks by name. What a single rank has written is read when it is asked for."""
+    """The plain values of a checkpoint by name, those of all ranks. What a single rank has written is read when it is
+    asked for."""
 
     def __init__(self, checkpoint: Loader, rank: int | None = None) -> None:
         """``rank``: the rank whose own values are returned. None means rank 0, or the first rank that has a value."""
@@ -191,7 +192,8 @@ def _why_missing(name: str, leaf: Leaf, infos: Collection[str], values: Collecti
 def _hint(
     leaves: Mapping[str, Leaf], left: Sequence[str], infos: Collection[str], values: Collection[str]
 ) -> str | None:
-    """Returns a hint about leaves that the checkpoint lacks, or has as the other kind or without their first key."""
+    """Returns a hint about the leaves that the checkpoint does not have. It may have them as the other kind, or without
+    the first key of their path."""
     if any(name in infos or name in values for name in left):
         return (
             "have a tensor of this shape where the checkpoint has a tensor, and a plain value where it has one; "

@@ -32,7 +32,8 @@ def empty_tensors(
 
 
 def check_casts(tensors: Tensors, dtypes: Sequence[torch.dtype | None]) -> None:
-    """Raises CastError unless each of ``tensors`` that has a dtype in ``dtypes`` can be converted to it."""
+    """Raises CastError unless each of ``tensors`` can be converted to its dtype. Those without one are not
+    converted."""
     if any(dtypes):
         for key, own, dtype in zip(tensors.keys, tensors.dtypes, dtypes, strict=True):
             if dtype is not None:

@@ -1,4 +1,5 @@
-"""Decides which tensor of a checkpoint goes to which one of an engine, by name, part, shape and dtype alone."""
+"""Decides which tensor of a checkpoint goes to which tensor of an engine. They are matched by name, part, shape and
+dtype alone."""
 
 from __future__ import annotations
 
@@ -17,8 +18,9 @@ if TYPE_CHECKING:
 
 _WEIGHTS = (MASTER, PARAM)
 _STAND_INS = {MASTER: PARAM, PARAM: MASTER, BUFFER: PARAM}
-"""The part in which a tensor was saved if not in the part that the engine asks for: the parameter was frozen either
-when it was saved or now, or files that were converted did not tell a buffer from a frozen weight."""
+"""The part in which a tensor was saved if the checkpoint does not have it in the part that the engine asks for. This is
+so if a parameter was frozen either when it was saved or now. For buffers, it is so if the checkpoint was converted from
+files that do not tell some of them from frozen weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +34,8 @@ class Match:
     sources: Mapping[str, Mapping[str, TensorInfo]]
     """The tensor of the checkpoint that is read for a tensor of the engine, by the part and the name of the latter."""
     converted: Mapping[str, Sequence[str]]
-    """The names of the engine's master weights and moments, by part, that have another dtype in the checkpoint."""
+    """The names of the master weights and moments of the engine, by part, that get another dtype than they have in the
+    checkpoint."""
     differences: Mapping[str, Mismatch]
     """Why nothing is read for another tensor of the engine that was asked for, by the key of the latter."""
     zeroed: Collection[str]
@@ -40,7 +43,8 @@ class Match:
     no_place: Sequence[str]
     """The keys of the tensors of the checkpoint that the engine does not have."""
     unexpected: Sequence[str]
-    """The keys of the checkpoint's tensors that are left out: ``no_place``, and those whose shape or dtype differs."""
+    """The keys of the tensors of the checkpoint that are left out: those of ``no_place``, and those whose shape or
+    dtype differs in the engine."""
 
     @property
     def kept(self) -> list[str]:
@@ -54,7 +58,8 @@ class Match:
 
     @property
     def restores_nothing(self) -> bool:
-        """Whether tensors were asked for and none is restored, or weights were asked for and none is."""
+        """Whether tensors were asked for and none is restored, or weights were asked for and none of them is
+        restored."""
         if not self.differences:
             return False
         weights = (info for part in _WEIGHTS for info in self.sources.get(part, {}).values())
@@ -62,7 +67,8 @@ class Match:
         return not self.sources or (bool(self.weights_kept) and not weight_restored)
 
     def changed_roles(self) -> list[str]:
-        """Returns a line for each parameter that is frozen now and was trained when it was saved, or the reverse."""
+        """Returns a line for each parameter that is frozen in the engine and was trained when it was saved, or the
+        reverse."""
         words = {MASTER: "trained", PARAM: "frozen"}
         return [
             f"differs: {name} is {here} in the engine and was {words[info.part]} when it was saved"

@@ -30,9 +30,11 @@ class Caller(NamedTuple):
     call: str = "zckpt.restore"
     in_part: str = "strict=False"
     weights: str = "parts={parts} restores the weights alone"
-    """How the weights alone are restored. ``{parts}``: the checkpoint's parts with weights and buffers."""
+    """How the weights alone are restored. ``{parts}`` stands for the parts of the checkpoint that have weights and
+    buffers."""
     counters: str = ""
-    """How the counters are restored with the weights alone. Empty if the function cannot do this."""
+    """How the counters are restored with the weights, but without the state of the optimizer. Empty if the function
+    cannot do this."""
     settings: str = 'settings="engine"'
     """How the engine keeps its own settings."""
     scheduler: str = "state={trees}"
@@ -80,7 +82,8 @@ def told_differences(differences: Mapping[str, Mismatch], keys: Collection[str])
 
 
 def summary(what: str, keys: Sequence[str]) -> str:
-    """Returns a line with the number of tensors, their parts, and the first few of their names."""
+    """Returns a line that says how many tensors there are, to which parts they belong, and the first few of their
+    names."""
     if not keys:
         return f"0 {what}"
     parts = ", ".join(f"{count} of {part}" for part, count in Counter(map(part_of, keys)).items())
@@ -89,7 +92,8 @@ def summary(what: str, keys: Sequence[str]) -> str:
 
 
 def not_dealt_out(checkpoint: Loader, size: int, lost: Sequence[str]) -> str:
-    """Returns the warning that no rank gets the states of single ranks, because the number of ranks is another one."""
+    """Returns the warning that states of single ranks are given to no rank, because the number of ranks is another
+    one."""
     return (
         f"each of the {checkpoint.manifest.world_size} ranks that wrote {checkpoint.path} had values of its own "
         f"({', '.join(map(repr, lost))}). Now the number of ranks is {size}, and none gets any of them, so that a data "
@@ -116,7 +120,8 @@ def fits_in_part(checkpoint: Loader, matched: Match, trees: Collection[str]) -> 
 
 
 def leaves_out(checkpoint: Loader, weights: Sequence[str], caller: Caller) -> tuple[list[str], str]:
-    """Returns the problem and the hint for a checkpoint without what a training needs. ``weights``: as for ``hint``."""
+    """Returns the problem and the hint for a checkpoint that leaves out what a training needs to go on. ``weights``: as
+    for ``hint``. Looks for a checkpoint of the run that does not."""
     full = newest_to_resume(open_store(checkpoint.path), checkpoint.contents.lineage)
     resume = f"resume from {full}, the newest one that holds all" if full else "no other one of the run holds all"
     problem = (
@@ -136,8 +141,9 @@ def hint(
     saved: object,
     caller: Caller,
 ) -> str | None:
-    """Returns the hint for the problems, if there is one. What it says has been tried, as far as it can be without
-    reading a tensor. ``weights``: the parts with weights and buffers. The others are variables of ``plan_restore``."""
+    """Returns the hint for the problems, if there is one. What it says has been tried, as far as that can be done
+    without reading a tensor. ``weights`` has the parts of the checkpoint that have weights and buffers. The other
+    arguments are the variables of ``plan_restore``."""
     if matched.restores_nothing:
         return (
             "no weight at all would be restored: make the engine of the model that was saved, or copy the weights "

@@ -78,8 +78,9 @@ def accepted(wanted: Sequence[WantedRange], round_bytes: int) -> list[WantedRang
 
 
 def _dealt_out(told: Sequence[Any]) -> tuple[tuple[bool, bool], dict[int, tuple[list[WantedRange], list[WantedRange]]]]:
-    """Decides, on rank 0, which requests are served in this round. Returns whether there are any, whether all ranks
-    have ended, and what each sends and receives. ``told``: whether each rank has ended, and its requests."""
+    """Decides, on rank 0, which requests are served in this round. Returns whether there are any, and whether all ranks
+    have ended, and for each rank what it sends and what it receives. ``told``: for each rank, whether it has ended, and
+    its requests."""
     wanted = [
         WantedRange(rank, number, *request)
         for rank, (_, requests) in enumerate(told)
@@ -93,7 +94,8 @@ def _dealt_out(told: Sequence[Any]) -> tuple[tuple[bool, bool], dict[int, tuple[
 
 
 def _for_those_who_asked(outcomes: Sequence[Any]) -> tuple[None, dict[int, list[Any]]]:
-    """Returns the outcomes of each rank's requests. ``outcomes``: what ``Peers._read`` has returned on each rank."""
+    """Returns for each rank that has asked the outcomes of its requests. ``outcomes``: what ``Peers._read`` has
+    returned on each rank."""
     of_ranks: dict[int, list[Any]] = {}
     for rank, *outcome in chain(*outcomes):
         of_ranks.setdefault(rank, []).append(outcome)
@@ -199,7 +201,8 @@ class Peers:
         return True
 
     def _read(self, to_send: Sequence[WantedRange], room: Bytes) -> list[list[Any]]:
-        """Reads what other ranks want. Returns the rank, number, bytes read and error of each request."""
+        """Reads what other ranks want. Returns for each request the rank, the number of the request, the number of
+        bytes read, and the text of an error."""
         outcomes: list[list[Any]] = []
         start = 0
         for one in to_send:
@@ -219,8 +222,8 @@ class PeerReader:
     direct = None
 
     def __init__(self, peers: Peers, elsewhere: Mapping[str, tuple[int, int]], lost: Mapping[str, str]) -> None:
-        """``elsewhere``: a rank that has each file, and its size in bytes. ``lost``: for each file that no rank has,
-        the machine that had it."""
+        """``elsewhere``: for each file, a rank that has it, and its size in bytes. ``lost``: for each file that no rank
+        has, the machine that had it."""
         self.count = IOCount()
         self._peers, self._elsewhere, self._lost = peers, elsewhere, lost
 

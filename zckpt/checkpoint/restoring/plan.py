@@ -89,7 +89,8 @@ class RestorePlan:
     restoring: Restoring
     client_state: dict[str, Any]
     rank_state: dict[str, Any] | None
-    """The ``client_rank_state`` of this rank. None if there is none, it is not read, or the world size has changed."""
+    """The ``client_rank_state`` of this rank, if it is read. It is None if the rank has none, and if the checkpoint was
+    written by another number of ranks."""
     problems: Sequence[str]
     hint: str | None
     warnings: Sequence[str]
@@ -180,7 +181,8 @@ def plan_restore(
 
 
 def _check_sizes(checkpoint: Loader, matched: Match) -> None:
-    """Checks the lengths of the files that this rank reads, because a thousand ranks cannot each look at all files."""
+    """Checks the lengths of the files that this rank reads. A thousand ranks have thousands of files, so not every rank
+    can look at all of them."""
     read = [f for f in matched.filled if f.span.numel and f.name in matched.sources.get(f.part, ())]
     tensors = checkpoint.contents.tensors(matched.sources[f.part][f.name] for f in read)
     bounds = np.empty((len(read), 2), np.int64)

@@ -1,1 +1,2 @@
-"""Checkpoints in several places: uploads, the choice of what is restored, and reads from the nearest place."""
+"""Checkpoints in several places: uploads of what was written nearby, the choice of what is restored, and reads of each
+file from the nearest place that has it."""

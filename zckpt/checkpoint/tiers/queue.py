@@ -46,7 +46,8 @@ class Uploads:
         self._worker: Worker | None = None
 
     def expect(self, upload: Upload) -> None:
-        """Starts the thread, unless it runs, which then waits for this upload. Raises ZckptError if it cannot start."""
+        """Starts the thread, if it is not running, which then waits for this upload. Raises ZckptError if the system
+        cannot create a thread."""
         with self._changed:
             if self._worker is None:
                 # The interpreter waits for threads that are no daemons before it exits.
@@ -91,7 +92,8 @@ class Uploads:
                 upload.tries.snapshot.give_up(reason)
 
     def finish(self) -> None:
-        """Waits for all uploads, with the other ranks. Raises the error of the last one if it has failed, once."""
+        """Waits for all uploads, together with the other ranks. Raises the error of the last one if it has failed,
+        once."""
         assert self.ranks is not None, "it was made by ``uploads_of``"
         ranks = self.ranks.foreground("zckpt.wait")
         with ranks.undivided():
@@ -150,7 +152,8 @@ class Uploads:
                 self._end(each, None)
 
     def _take(self, save_id: str) -> list[Upload]:
-        """Waits for the upload that rank 0 has chosen, and takes it. Returns those that it takes the place of."""
+        """Waits until the upload that rank 0 has chosen is here, and takes it. Returns those that it takes the place
+        of."""
         with self._changed:
             self._changed.wait_for(lambda: self._position(save_id) is not None or save_id not in self._expected)
             position = self._position(save_id)
@@ -165,7 +168,8 @@ class Uploads:
         return next((number for number, upload in enumerate(self._waiting) if upload.save_id == save_id), None)
 
     def _end(self, upload: Upload, error: BaseException | None) -> None:
-        """Notes the end of an upload. Rank 0 tells its error, unless a newer checkpoint has taken its place."""
+        """Notes the end of an upload. Rank 0 tells its error, unless a newer checkpoint has taken the place of the one
+        that was copied."""
         again = error is not None and 0 < upload.tries.count < TRIES
         if error is not None:
             # The frames refer to open files and large buffers, which would stay alive as long as the error.
@@ -192,7 +196,8 @@ def _tell(message: str) -> None:
 
 
 def uploads_of(ranks: Ranks) -> Uploads:
-    """Returns the uploads of these ranks. All of them call this, because they wait for the uploads together."""
+    """Returns the uploads of these ranks. All of the ranks have to call this, because they wait for the uploads
+    together."""
     uploads = _all.setdefault(ranks.members, Uploads())
     uploads.ranks = ranks
     return uploads
@@ -204,7 +209,8 @@ def all_uploads() -> list[Uploads]:
 
 
 def wait_until_all_ended() -> None:
-    """Waits for the end of all uploads, whatever comes of them. A single rank may call this, unlike ``finish``."""
+    """Waits for the end of all uploads, with or without an error. Unlike ``Uploads.finish``, a single rank may call
+    it."""
     for uploads in all_uploads():
         uploads.wait_until_ended()
 

@@ -1,4 +1,5 @@
-"""Copies a checkpoint that was just written to another place: each rank copies the files that it has written."""
+"""Copies a checkpoint that was just written to another place, such as an object store: each rank copies the files that
+it has written itself."""
 
 from __future__ import annotations
 
@@ -79,7 +80,8 @@ class Upload:
     tries: Tries = field(default_factory=Tries)
 
     def copy(self, ranks: Ranks) -> None:
-        """Copies the checkpoint, and commits the copy. All ranks call this. If one fails, all raise an error."""
+        """Copies the checkpoint, and commits the copy. All ranks call this. If one of them fails, all raise an
+        error."""
         self.tries.count += 1
         run = open_store(self.run) if self.latest else None
 

@@ -49,14 +49,15 @@ class Collected:
     state: Mapping[str, Any]
     rank_state: Mapping[str, Any]
     scalars: dict[str, str]
-    """The values that the optimizer keeps once for all ranks, as text, by their path in its state."""
+    """The values that the optimizer keeps once for all ranks, as text, by their path in its state. They are compared
+    between the ranks, and shown if they differ."""
     buffers: dict[str, bytes]
     """The digest of each buffer, by its key."""
     left_out: list[str]
     """The parts of the optimizer that the engine has and that ``options`` leave out."""
     use: Use
     unsaved: tuple[str, ...]
-    """As in ``Inventory.unsaved``."""
+    """A phrase for each thing that no checkpoint can hold, as in ``Inventory.unsaved``."""
     replicas: dict[str, ReplicaSet]
     """The sets of replicas of which this rank holds one, by their labels."""
     step: int
@@ -105,7 +106,8 @@ class Changes:
     """What of the trees of one rank is not written as it is."""
 
     replaced: dict[str, str] = field(default_factory=dict)
-    """The values that are replaced and of which a warning tells: the path of each, and in words both types."""
+    """The values of the caller that are replaced and of which a warning tells: the path of each, and in words its type
+    and that of the plain value."""
     left_out: dict[str, str] = field(default_factory=dict)
     """The values that are left out: the path of each, and in words the path and the reason."""
 

@@ -40,17 +40,21 @@ class Facts(NamedTuple):
     host: str
     """The boot id of the computer, or its name if it has none."""
     buffers: Mapping[str, bytes]
-    """The digest of each buffer. Only rank 0 tells it, or every rank if ``names_differ``."""
+    """The digest of each buffer. Only rank 0 tells it, or every rank if the names of the tensors differ between
+    ranks."""
     to_join: bytes
-    """What ``packed_for_joining`` has returned, or nothing unless ``names_differ``."""
+    """What ``packed_for_joining`` has returned, if the names of the tensors differ between ranks. Otherwise it is
+    empty."""
     run_id: str
-    """``History.run_id`` of the engine on this rank."""
+    """The identity of the run that the engine belongs to on this rank, or an empty text if it has none yet."""
     sample: Mapping[str, bytes]
     """The digests of what ``EngineAdapter.sample`` has returned. Empty values are left out."""
     replicas: Sequence[tuple[bytes, bytes]]
-    """The digests of the layout and of the values of each set of replicas to which tensors of the rank belong."""
+    """A pair of digests for each set of replicas to which tensors of the rank belong: that of the layout of these
+    tensors, and that of their values."""
     earlier: str
-    """What ``earlier_checkpoint`` has returned. Only rank 0 tells it."""
+    """The path of the checkpoint whose unchanged data files are shared, or an empty text if there is none. Only rank 0
+    tells it."""
 
 
 class Agreed(NamedTuple):
@@ -59,6 +63,7 @@ class Agreed(NamedTuple):
     save_id: str
     earlier: str
     run_id: str
+    """The identity of the run that the checkpoint belongs to."""
     client_states_differ: bool
     """Whether a rank has another client_state than rank 0."""
     scalars_differ: bool
@@ -88,23 +93,28 @@ class Planned(NamedTuple):
 
     rank_record: bytes
     scalars: Mapping[str, str]
-    """``Collected.scalars``, or nothing unless ``Agreed.scalars_differ``."""
+    """The values that the optimizer keeps once for all ranks, by their path. It is empty unless the ranks differ in
+    them."""
     data_bytes: int
+    """The size of the rank's data files in bytes."""
     table_bytes: int
+    """The size of the rank's digest table in bytes."""
     shared_bytes: int
     """How many bytes of the rank's files may be shared with existing files, and need no space then."""
     replaced: Mapping[str, str]
     left_out: Mapping[str, str]
     """What of the trees of the rank is not kept as it is, as in ``Changes``."""
     replicas: Mapping[bytes, Mapping[str, bytes]]
-    """For each set of replicas that differs, by the digest of its layout: its fragments' digests by key."""
+    """For each set of replicas that is not the same on all ranks that hold it: the digests of its fragments by key. The
+    key of the set is the digest of its layout."""
 
 
 class Assigned(NamedTuple):
     """What rank 0 tells one rank before it writes."""
 
     to_check: Sequence[tuple[str, int]]
-    """The files of another rank, which this rank checks before the commit: their paths and lengths in bytes."""
+    """The data files and the digest table of another rank, which this rank checks before the commit: their paths and
+    their lengths in bytes."""
     described: tuple[bytes, bytes] = (b"", b"")
     """The manifest without digests, and the index. Only the leaders of machines get this and ``data_bytes``."""
     data_bytes: int = 0
@@ -155,7 +165,8 @@ def describe(
     prepared: Preparation, hosts: Sequence[str], machines: Machines, write: RankWrite, plans_of_ranks: Sequence[Any]
 ) -> tuple[None, dict[int, Assigned]]:
     """Makes and checks the manifest and the index. Returns what each rank gets. ``prepared`` and ``write``: those of
-    rank 0. Raises StateError if ranks differ in a value that the optimizer keeps once, or replicas in theirs."""
+    rank 0. Raises StateError if the optimizers of the ranks differ in a value that is kept once, or replicas in their
+    values."""
     options, plans = prepared.options, [Planned(b"", *values[1:]) for values in plans_of_ranks]
     if any(of_rank.scalars for of_rank in plans):
         error = _differing([of_rank.scalars for of_rank in plans])
@@ -242,7 +253,8 @@ def _differing(scalars: Sequence[Mapping[str, str]]) -> StateError:
 
 
 def _differing_replicas(replicas: Sequence[Mapping[bytes, Mapping[str, bytes]]]) -> StateError:
-    """Returns the error for a tensor whose replicas differ. ``replicas``: as in ``Planned``, by rank."""
+    """Returns the error for a tensor of which several ranks should hold the same values, and do not. ``replicas``: as
+    in ``Planned``, by rank."""
     for layout in {layout: None for of_rank in replicas for layout in of_rank}:
         holders = {rank: of_rank[layout] for rank, of_rank in enumerate(replicas) if layout in of_rank}
         for key in next(iter(holders.values())):

@@ -45,6 +45,7 @@ class Machines:
         return next(machine for machine in self.all if rank in machine.ranks)
 
     def leads(self, rank: int) -> bool:
+        """Returns whether this rank is the leader of its machine."""
         return self.of(rank).ranks[0] == rank
 
     @property
@@ -53,7 +54,8 @@ class Machines:
         return [machine.ranks[0] for machine in self.all]
 
     def of_leaders(self, results: Sequence[Any]) -> tuple[Any, dict[int, Any]]:
-        """Returns the result of rank 0, and for each rank of another machine that of its leader."""
+        """Returns the result of rank 0, and for each rank of another machine that of its leader. ``results``: those of
+        all ranks."""
         return results[0], {rank: results[ranks[0]] for _, ranks in self.all[1:] for rank in ranks}
 
     def checked_by(self, hosts: Sequence[str]) -> list[int]:
@@ -76,8 +78,9 @@ class Machines:
 
 
 def find_machines(store: Store, save_id: str, ranks: Ranks) -> Machines:
-    """Finds out which ranks see the same directory. Each rank puts a file of its own into the directory of the
-    checkpoint, looks which others it sees, and removes its file. Collective. Raises StorageError and RankError."""
+    """Finds out which ranks see the same directory. Each rank puts a file with a name of its own into the directory of
+    the checkpoint, looks which of the others it sees, and removes its file. This is collective. Raises StorageError and
+    RankError."""
     found: list[Machines] = []
 
     def mark(rank: int) -> str:

@@ -92,8 +92,8 @@ class EarlierOptions(EarlierCopyOptions, total=False):
 
 
 def only_earlier(function: Callable[..., Any], others: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns ``others``, which the signature of ``function`` does not name. Raises TypeError if one of them is not
-    among ``EarlierOptions``."""
+    """Returns ``others``, the arguments that the signature of ``function`` does not name. Raises TypeError if one of
+    them is not among ``EarlierOptions``."""
     known = [name for name in inspect.signature(function).parameters if name != "earlier"]
     refuse_unknown(f"zckpt.{function.__name__}", others.keys() - EarlierOptions.__annotations__.keys(), known)
     return others
@@ -164,7 +164,8 @@ class WriteOptions:
 
     @property
     def in_background(self) -> Background | None:
-        """The options of a write in the background, or None for any other. Raises TypeError and ValueError."""
+        """The options of a write in the background, or None if the write is not one. Raises TypeError and
+        ValueError."""
         background = self.background
         if not isinstance(background, bool | Background):
             raise TypeError(f"background must be True, False or a zckpt.Background, got {background!r}")

@@ -39,7 +39,8 @@ _BASES: dict[type, Callable[[Any], object]] = {
 
 
 def number(value: object) -> tree.Plain | None:
-    """Returns the value of Python that equals a numpy scalar, or None if there is none, as for a long double."""
+    """Returns the value of Python that equals a numpy scalar. Returns None for all other values, and for a scalar that
+    no value of Python equals, such as a long double."""
     item = value.item() if isinstance(value, np.generic) else None
     return tree.Plain(item) if type(item) in (bool, int, float, str, bytes) else None
 
@@ -100,7 +101,8 @@ def _has_text(key: object) -> bool:
 
 
 def _sorted(values: set[object] | frozenset[object]) -> list[object]:
-    """Returns the values in the same order in every process, which a set of strings does not have."""
+    """Returns the values in an order that is the same in every process. Python iterates over a set of strings in
+    another order in each process."""
     try:
         return sorted(values)  # type: ignore[type-var]
     except TypeError:

@@ -1,4 +1,5 @@
-"""One rank's part in the write of a checkpoint."""
+"""One rank's part in the write of a checkpoint. Each rank writes its own files. Rank 0 also takes the lock, writes the
+index and the manifest, and commits."""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ if TYPE_CHECKING:
 
 
 LATE_SECONDS = 5.0
-"""For how many seconds a rank looks for the lock of rank 0, because clients of network file systems see it late."""
+"""For how many seconds a rank looks for the lock of rank 0. The client of a network file system may remember for a
+while that a file does not exist."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -76,23 +78,25 @@ class RankWrite:
     source: CopySource | None = None
     """The checkpoint that is copied. None means that the state of an engine is written."""
     with_table: bool = True
-    """Whether ``write_data_files`` also writes the digest table. If several processes copy the files of a rank, one of
-    them does."""
+    """Whether ``write_data_files`` also writes the digest table of the rank. If several processes copy files of one
+    rank, only one of them writes it."""
     same: Mapping[str, SameFile] = field(default_factory=dict)
     """The files of this rank that another checkpoint has already, by their path. The store is asked to share them. If
     it cannot, they are written."""
     machine: Collection[int] | None = None
-    """The ranks whose files are in this directory, if each machine writes to a disk of its own. None means all."""
+    """The ranks whose files are in this directory, if each machine writes to a disk of its own. None means all
+    ranks."""
     common_files: Sequence[CommonFile] = ()
     """The files that several ranks write, and that this rank makes before they do."""
     writers: Ranks | None = None
     """The ranks that write to the same files, among them this one. None if this rank has its files to itself."""
     goes_on: bool = False
-    """Whether this goes on with files that an earlier try of the same copy may have left."""
+    """Whether an earlier try of the same copy may have left files, with which this one goes on."""
     leaves_files: bool = False
     """Whether the files of the copy stay after a failure, so that another try can go on with them."""
     described: tuple[bytes, bytes] = (b"", b"")
-    """On the leader, the manifest without digests, and the index. They are given, or ``make_manifest`` makes them."""
+    """The manifest without digests, and the index, on the leader: those that are given, or those that ``make_manifest``
+    makes."""
     data_bytes: int = 0
     """How many bytes the ranks write to this directory, beside what ``described`` has, on the leader."""
     lock: WriteLock | None = field(default=None, init=False)
@@ -107,11 +111,12 @@ class RankWrite:
     _in_doubt: bool = field(default=False, init=False)
     """Whether another leader may have committed, so that what this one has prepared must stay."""
     _over: Condition = field(default=None, init=False)
-    """What the commit replaces: the manifest that was there before, None, or ``ANYTHING`` if it is too long for one."""
+    """What the commit replaces: the manifest that was there when the write began, or nothing. It is ``ANYTHING`` if the
+    file is too long for a manifest."""
 
     def shared_bytes(self) -> int:
-        """Returns how many bytes of this rank's files the store may share with those of an earlier checkpoint, or with
-        swap files."""
+        """Returns how many bytes of this rank's files the store may share with existing files, which are those of an
+        earlier checkpoint, or swap files."""
 
         def source(data_file: DataFilePlan) -> Location | None:
             if data_file.id.path in self.same:
@@ -189,7 +194,8 @@ class RankWrite:
         return digest(table)
 
     def _write_together(self, ranks: Ranks, snapshot: Snapshot) -> bytes:
-        """Does what ``_write_data`` does, if some of the data are in files that the first of ``ranks`` makes."""
+        """Does what ``_write_data`` does, if some of the data are in files that the first of ``ranks`` makes. Returns
+        the digest table of this rank."""
         own = b""
 
         def make() -> None:
@@ -239,7 +245,8 @@ class RankWrite:
             return run_writes(store, plan, budget, staging, snapshot, advance, self.source, shared, snapshot_bytes)
 
     def commit(self, digests: Sequence[bytes]) -> None:
-        """Commits the checkpoint, when the files of every rank are durable. ``digests``: those of the digest tables."""
+        """Commits the checkpoint. The caller calls it when the files of every rank are durable. ``digests`` has the
+        digest of each rank's digest table."""
         self.put_in_place(*self.with_digests(digests))
 
     def with_digests(self, digests: Sequence[bytes]) -> tuple[bytes, bytes]:
@@ -248,15 +255,16 @@ class RankWrite:
         return catalog.with_digests(manifest, digests), index
 
     def check_files(self, files: Mapping[str, range]) -> None:
-        """Checks that this rank sees durable files with the lengths in bytes that they may have, by their paths. Raises
-        FormatError (F001) and RankError."""
+        """Checks that this rank sees files with the lengths in bytes that they may have, by their paths. The caller
+        calls it when the files are durable. Raises FormatError (F001) and RankError."""
         for (path, may_have), size in zip(files.items(), self.store.sizes([*files]), strict=True):
             if size not in may_have:
                 message = f"{may_have.start} bytes were written, rank {self.rank} sees {size}"
                 raise RankError(message, file=path, rank=self.rank)
 
     def put_in_place(self, manifest: bytes, index: bytes) -> None:
-        """Checks the files of all ranks, and does the three steps of a commit, for a write with one leader."""
+        """Checks the files of all ranks, and does the three steps of a commit one after the other, for a write with one
+        leader."""
         files = lengths(manifest_format.decode(manifest))
         del files[names.index_path(self.save_id)]  # It is written in the first step.
         self.check_files(files)
@@ -270,7 +278,8 @@ class RankWrite:
 
     def prepare_commit(self, manifest: bytes, index: bytes) -> None:
         """The first step of a commit, on a leader: writes the index, and prepares the manifest and the file ``latest``,
-        so that a full disk is noticed before the commit. The files of every rank are durable and checked."""
+        so that a full disk is noticed before the commit. The caller calls it when the files of every rank are durable
+        and checked."""
         assert self.lock is not None, "the write has begun"
         store, digits = self.store, names.prepared_digits(self.lock.save_id)
         store.put_new(names.index_path(self.save_id), index)
@@ -320,7 +329,8 @@ class RankWrite:
             self._prepared.pop().discard()
 
     def remove(self) -> None:
-        """Removes what this write has made, unless the checkpoint is committed. It may be called several times."""
+        """Removes what this write has made, unless the checkpoint is committed. It is called after a failure, and may
+        be called several times."""
         if self.lock is not None:
             lock, self.lock = self.lock, None
             try:

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 def recoverable(checkpoint: Store) -> list[str]:
-    """Returns the names of the data directories from which ``zckpt.repair`` could make a checkpoint: if there is no
-    manifest, those that have all files of a save. ``leftovers`` returns them too."""
+    """Returns the names of the data directories from which ``zckpt.repair`` could make a checkpoint. These are the ones
+    that have all files of a save, if there is no manifest. ``leftovers`` returns them too."""
     try:
         directories = directories_of(checkpoint) if checkpoint.entry(names.MANIFEST) is None else []
     except StorageError:

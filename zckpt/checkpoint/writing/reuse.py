@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 LATEST = "latest"
 """The value of ``reuse`` that stands for the checkpoint that the engine has written, or was restored from, last."""
 REUSED_BYTES_MIN = 64 << 10
-"""The smallest size in bytes of a file that is shared. To share smaller files would save nothing."""
+"""The smallest size in bytes of a file that is shared. To share smaller files would save nothing, so they are
+written."""
 
 
 _read_back: set[tuple[str, Hashable]] = set()
@@ -52,7 +53,8 @@ class SameFile:
 def earlier_checkpoint(reuse: StrPath | None, last: str | None, run: Store) -> str:
     """Returns the path of the checkpoint whose files a write may share, or an empty text if there is none. For
     "latest", that is ``last``, which the engine has written or was restored from last, or else the one that the file
-    ``latest`` of ``run`` names. Raises CheckpointNotFoundError and FormatError (L001) for a given path."""
+    ``latest`` of ``run`` names. Raises CheckpointNotFoundError and FormatError (L001) for a path that was
+    given."""
     if reuse is None:
         return ""
     if reuse != LATEST:
@@ -95,7 +97,8 @@ def read_back(
 ) -> dict[str, SameFile]:
     """Returns those files of ``same`` that may be shared. The first time that this process shares a file, all of it is
     read from the disk and compared with its digests. A file that is damaged there is left out, with a warning, so that
-    it is written anew. Otherwise each further checkpoint would share the damage."""
+    it is written anew. Otherwise each further checkpoint would share the damage, although the memory has the right
+    bytes."""
     sound = dict(same)
     for data_file in data_files:
         path = data_file.id.path
@@ -115,7 +118,8 @@ def read_back(
 
 
 def _is_sound(data_file: DataFilePlan, file: SameFile, budget: Budget, block_bytes: int) -> bool:
-    """Reads all of a file. Returns whether it has the digests of the planned bytes, and the header."""
+    """Reads all of a file. Returns whether it has the bytes that are planned, of which only the digests are looked at,
+    and the header."""
     name, pieces = file.location.name, data_file.pieces
     starts = (pieces.start + len(data_file.header)).tolist()
     ranges = [FileRange(name, start, nbytes) for start, nbytes in zip(starts, pieces.nbytes.tolist(), strict=True)]

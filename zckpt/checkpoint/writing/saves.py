@@ -31,7 +31,8 @@ class Saves:
         another call loads what belongs to the optimizer."""
         self._full_every = full_every
         self._numbers: dict[str, int] = {}
-        """The number of the last save to each directory, 0 for a full one. The next save is full if there is none."""
+        """The number of the last save to each directory. A full save has the number 0. The next save is full if there
+        is none."""
         self._next_is_full = False
         self._last: tuple[str, int] | None = None
         """The path and the step of the last save."""
