@@ -262,14 +262,15 @@ _TOO_MANY_FILES = {errno.EMFILE, errno.ENFILE}
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
+_NOT_ALLOWED = "this process may not do that there: look at the owner and the permissions (`ls -ld`)"
 _HINTS = {
     errno.EROFS: "this file system is mounted for reading only: choose a path elsewhere",
-    errno.EACCES: "this process may not do that there: look at the owner and the permissions (`ls -ld`)",
-    errno.EPERM: "this process may not do that there: look at the owner and the permissions (`ls -ld`)",
+    errno.EACCES: _NOT_ALLOWED,
+    errno.EPERM: _NOT_ALLOWED,
     errno.EEXIST: "something else has this name already: choose another path",
     errno.ENOTDIR: "a file is in the place of a directory: choose another path",
 }
-"""What to do after errors of the operating system, by their numbers."""
+"""For each of these errors of the operating system, by its number in ``errno``, what a user can do about it."""
 
 
 def from_os_error(

@@ -125,7 +125,8 @@ class Kind:
     def wait_for_swaps(self) -> None:
         """Waits until everything that is being read from files or written to files has been read or written."""
 
-    def after_write(self) -> None:
+    @staticmethod
+    def after_write(wrapper: Any) -> None:
         """Leaves exactly those weights gathered that the framework's own save leaves gathered. Collective."""
 
     def before_restore(self) -> None:

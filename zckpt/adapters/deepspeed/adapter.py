@@ -146,7 +146,7 @@ class DeepSpeedAdapter(ModuleAdapter):
         }
 
     def after_write(self) -> None:
-        self.kind.after_write()
+        self._kind_class.after_write(self.engine.optimizer)
 
     def before_change(self, action: Callable[[], None]) -> None:
         steps = [(self.engine.optimizer, "step")] if self.trains else []

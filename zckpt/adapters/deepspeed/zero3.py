@@ -169,10 +169,11 @@ class Zero3(Partitioned):
         self._files.wait_for_swaps()
         super().wait_for_swaps()
 
-    def after_write(self) -> None:
-        if not self._weights_moved:  # Weights that offload_states() has moved cannot be gathered.
-            self._wrapper.checkpoint_event_prologue()
-            self._wrapper.checkpoint_event_epilogue()  # This gathers the persistent parameters.
+    @staticmethod
+    def after_write(wrapper: Any) -> None:
+        if not Zero3._weights_moved(wrapper):  # Weights that offload_states() has moved cannot be gathered.
+            wrapper.checkpoint_event_prologue()
+            wrapper.checkpoint_event_epilogue()  # This gathers the persistent parameters.
 
     def before_restore(self) -> None:
         self._moved = self._offloaded_states
@@ -209,10 +210,10 @@ class Zero3(Partitioned):
         wrapper.grad_partitions_flat_buffer.zero_()
         self._zero_master_gradients()
 
-    @property
-    def _weights_moved(self) -> bool:
-        """Whether offload_states() has moved the weights to host memory."""
-        return any(state.name == "lp_params" for state in self._offloaded_states)
+    @staticmethod
+    def _weights_moved(wrapper: Any) -> bool:
+        """Returns whether offload_states() has moved the weights to host memory."""
+        return any(state.name == "lp_params" for state in getattr(wrapper, "offloaded_states", ()))
 
     @cached_property
     def _numbers(self) -> dict[FlatBuffer, int]:
@@ -226,7 +227,7 @@ class Zero3(Partitioned):
     def _in_memory(self, name: str) -> torch.Tensor:
         # While the weights are offloaded, the ``ds_tensor`` of a trained parameter may have the values of another one:
         # DeepSpeedZeroOptimizer_Stage3.offload_states assigns them in the order of the module, not of the optimizer.
-        if not self._weights_moved or name not in self._offsets:
+        if not self._weights_moved(self._wrapper) or name not in self._offsets:
             return super()._in_memory(name)
         buffer: torch.Tensor = self._wrapper.lp_param_buffer
         return buffer.detach().narrow(0, self._offsets[name], self._parameters[name].partition_numel())
