@@ -63,6 +63,13 @@ def test_what_is_not_there(url: str) -> None:
     assert reader.read("latest", 6, 100) == b""
 
 
+def test_a_server_that_cannot_be_reached(url: str) -> None:
+    with pytest.raises(StorageError) as caught:
+        zckpt.open("http://127.0.0.1:1/run")
+    assert "check the address" in (caught.value.hint or "")
+    assert "AWS" not in str(caught.value)
+
+
 def test_nothing_is_written(url: str, written: Written, tmp_path: Path) -> None:
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     store = open_store(f"{url}/run/step6")

@@ -80,7 +80,7 @@ def _client(scheme: str, bucket: str, *settings: tuple[str, str]) -> Client:
         return Client(obstore.store.S3Store(bucket, **_s3_options(), **common))
     except Exception as error:  # also of boto3, whose errors have no base class without it
         text = without_secrets(error)
-        raise StorageError(f"cannot open the bucket: {text}", file=url, hint=hint_of(text)) from None
+        raise StorageError(f"cannot open the bucket: {text}", file=url, hint=hint_of(text, url)) from None
 
 
 def endpoint() -> str | None:

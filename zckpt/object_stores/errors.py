@@ -27,16 +27,13 @@ _HINTS = (
     ),
     (
         re.compile(r"status code: 40[13]|necessary privileges"),
-        "the credentials are missing or wrong, or do not allow this; zckpt reads, writes, lists and removes files; if "
-        "the bucket is not one of AWS, set AWS_ENDPOINT_URL",
+        "the credentials are missing or wrong, or do not allow this; zckpt reads, writes, lists and removes files",
     ),
-    (
-        re.compile("HTTP error"),
-        "the server cannot be reached, or does not answer in time; if the bucket is not one of AWS, set "
-        "AWS_ENDPOINT_URL",
-    ),
+    (re.compile("HTTP error"), "the server cannot be reached, or does not answer in time; check the address"),
 )
 """What the user can do about an error, by its text. The first that matches is told."""
+_OTHER_SERVER = re.compile(r"status code: 40[13]|necessary privileges|HTTP error")
+"""Matches the text of an error of S3 if the request may have gone to a server that does not have the bucket."""
 _QUERY = re.compile(r"\?[^\s\"')>]*")
 """Matches the query of a URL, which may contain a signature or a token."""
 _XML = re.compile(r"<Code>(.*?)</Code>(?:.*?<Message>(.*?)</Message>)?", re.DOTALL)
@@ -72,7 +69,7 @@ class Errors:
         is_full = _FULL.search(text) is not None
         failed = (NoSpaceError if is_full else StorageError)(
             f"cannot {self._action}: {text}", file=self._file, start=self._start, stop=self._stop,
-            hint=hint_of(text),
+            hint=hint_of(text, self._file),
         )  # fmt: skip
         may_pass = isinstance(error, (errors.GenericError, OSError)) and not isinstance(error, FileNotFoundError)
         failed.transient = may_pass and not is_full and not REFUSED.search(text)
@@ -88,5 +85,9 @@ def without_secrets(error: BaseException) -> str:
     return _QUERY.sub("?...", f"{text}{told}").replace("\n", " ").strip()
 
 
-def hint_of(text: str) -> str | None:
-    return next((hint for pattern, hint in _HINTS if pattern.search(text)), None)
+def hint_of(text: str, url: str) -> str | None:
+    """Returns what the user can do about an error with this text, or None. ``url``: the bucket, or something in it."""
+    hint = next((hint for pattern, hint in _HINTS if pattern.search(text)), None)
+    if hint and url.startswith("s3://") and _OTHER_SERVER.search(text):
+        hint += "; if the bucket is not one of AWS, set AWS_ENDPOINT_URL"
+    return hint
