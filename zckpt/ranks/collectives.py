@@ -77,9 +77,9 @@ class Ranks:
                 "this process was forked from a rank of the job, and is no rank itself",
                 hint=f"call {call} in the processes that the launcher has started",
             )
-        from zckpt.ranks.groups import group_of
+        from zckpt.ranks.groups import joined_group
 
-        self._group = group_of(self._job, members, self.rank, channel, call)
+        self._group = joined_group(self._job, members, self.rank, channel, call)
 
     def foreground(self, call: str) -> Ranks:
         """The same ranks, for calls at the time when the background uses its own group. If the training has destroyed

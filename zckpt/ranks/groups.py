@@ -148,7 +148,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_leave_groups_to_parent)
 
 
-def group_of(here: Job, members: tuple[int, ...], rank: int, channel: str, call: str) -> Group:
+def joined_group(here: Job, members: tuple[int, ...], rank: int, channel: str, call: str) -> Group:
     """Returns the group of these ranks of the job. It is made once, because all ranks have to make it together, and
     anew after a rank was lost."""
     for earlier in [each for each in jobs() if each.is_over]:
