@@ -10,6 +10,7 @@ import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import deepspeed
 import pytest
@@ -98,6 +99,15 @@ def assert_converted(run: Path, by_deepspeed: dict[str, torch.Tensor]) -> None:
     whole = torch.load(run.parent / "one" / "pytorch_model.bin")
     assert_same(weights, whole)
     assert whole["head.weight"] is whole["embed.weight"]
+
+    def fail(state_dict: object, path: str) -> None:
+        Path(path).write_bytes(b"half of a file")
+        raise OSError("the disk is full")
+
+    with mock.patch.object(torch, "save", fail), pytest.raises(OSError, match="full"):
+        zckpt.convert_zero_checkpoint_to_fp32_state_dict(run, run.parent / "one", None)
+    assert os.listdir(run.parent / "one") == ["pytorch_model.bin"]
+    assert_same(weights, torch.load(run.parent / "one" / "pytorch_model.bin"))
 
 
 WITH_ENGINE = """

@@ -6,6 +6,7 @@ import functools
 import inspect
 import json
 import os
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -17,11 +18,12 @@ from zckpt.errors import UnsupportedError, first_few, warn
 from zckpt.format import names
 from zckpt.plan.inventory import unconverted
 from zckpt.storage.location import Location
+from zckpt.storage.process_names import own_temporary
 from zckpt.storage.schemes import open_store
 from zckpt.tools.exporting.checkpoint_source import refuse_no_weights
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from zckpt.checkpoint.reading.loader import Loader
     from zckpt.storage.location import StrPath
@@ -124,7 +126,8 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     """Writes the weights and buffers of a zckpt checkpoint in float32 to one file, or to several.
 
     The tensors of one file are in memory at the same time. In ``pytorch_model.bin``, all names of a tied weight share
-    its memory. safetensors does not support that, so its file has a copy of the weight for every name.
+    its memory. safetensors does not support that, so its file has a copy of the weight for every name. Each file
+    appears once it is whole, so several ranks may call this with the same arguments.
 
     Args:
         checkpoint_dir: the directory of a run, or that of a checkpoint.
@@ -161,7 +164,8 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     for file, names_in_file in files.items():
         _save({name: tensors[name] for name in names_in_file}, os.path.join(output_dir, file), safe_serialization)
     if index is not None:
-        with open(os.path.join(output_dir, f"{stem}{suffix}.index.json"), "w", encoding="utf-8") as out:
+        path = os.path.join(output_dir, f"{stem}{suffix}.index.json")
+        with _appearing_whole(path) as temporary, open(temporary, "w", encoding="utf-8") as out:
             json.dump(index, out, indent=2, sort_keys=True)
 
 
@@ -236,9 +240,28 @@ def _read(tensors: Mapping[str, LazyTensor]) -> dict[str, torch.Tensor]:
 
 def _save(tensors: Mapping[str, LazyTensor], path: str, safetensors: bool) -> None:
     loaded = _read(tensors)
-    if not safetensors:
-        torch.save(loaded, path)
-        return
+    with _appearing_whole(path) as temporary:
+        if safetensors:
+            _save_safetensors(loaded, temporary)
+        else:
+            torch.save(loaded, temporary)
+
+
+@contextmanager
+def _appearing_whole(path: str) -> Iterator[str]:
+    """Yields the path of a temporary file. At the end of this block, the file is renamed to ``path``. After an error,
+    it is removed, and what was at ``path`` is unchanged."""
+    temporary = own_temporary(path)
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(temporary)
+        raise
+
+
+def _save_safetensors(loaded: Mapping[str, torch.Tensor], path: str) -> None:
     from safetensors.torch import save_file
 
     # safetensors refuses tensors that share memory.
