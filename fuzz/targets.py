@@ -26,6 +26,7 @@ import zckpt
 from mutate import Draw, spoil
 from tests.support.apart import Apart
 from tests.support.independent_reader import Reader
+from tests.support.index_pieces import pieces as pieces_of_row
 from zckpt.errors import FormatError, StateError
 from zckpt.format import data_file as data_file_format
 from zckpt.format import index as index_format
@@ -109,7 +110,7 @@ def index(data: bytes) -> None:
         return
     for row, shape in enumerate(_SHAPES[:rows]):
         numel = math.prod(shape)
-        pieces = tuple(index_format.pieces(layout, row, Grid(shape)))
+        pieces = tuple(pieces_of_row(layout, row, Grid(shape)))
         assert pieces
         for number, copy in itertools.groupby(pieces, key=lambda piece: piece.copy):
             bounds = [piece.span[1:] for piece in copy]

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import zckpt
+from tests.support.index_pieces import Piece, pieces
 from tests.support.states import part_of, same_all, write_state
 from zckpt.checkpoint.listing import contents
 from zckpt.checkpoint.open import open_loader
@@ -21,7 +22,7 @@ from zckpt.errors import DigestError, FormatError
 from zckpt.format import index as index_format
 from zckpt.format.digest import digest
 from zckpt.format.dtypes import ITEM_BYTES
-from zckpt.format.index import PIECE_BYTES, ROW_BYTES, IndexWriter, Piece, Rows, chunk_rows, decode, pieces, take
+from zckpt.format.index import PIECE_BYTES, ROW_BYTES, IndexWriter, Rows, chunk_rows, decode, take
 from zckpt.format.manifest import Chunk, File, Files, Manifest
 from zckpt.format.names import Tier, index_path
 from zckpt.geometry import Grid, Span

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.fragments import BLOCK_BYTES, SAVE_ID, fragments_of, pieces_of
+from tests.support.index_pieces import pieces as pieces_of_row
 from zckpt.errors import FormatError, RankError, UnsupportedError
 from zckpt.format import index as index_format
 from zckpt.format import manifest as manifest_format
@@ -63,7 +64,7 @@ def test_the_catalog_finds_every_piece_where_its_rank_put_it(seed: int, world_si
                 for row in range(chunk.rows):
                     at = chunk.first_row + row
                     shape = manifest.shapes[part.shape_ids[at]]
-                    for p in index_format.pieces(layout, row, Grid(shape)):
+                    for p in pieces_of_row(layout, row, Grid(shape)):
                         place = (p.rank, p.tier, *p.span[1:], p.offset, p.block)
                         pieces.add(
                             (part.name, manifest.names[part.name_ids[at]], DTYPES[part.dtype_ids[at]], shape, *place)
@@ -81,7 +82,7 @@ def test_copies_are_kept_apart_in_the_order_of_their_numbers() -> None:
     raw, index = catalog.catalog(rank_records_of([[whole()], [], [whole(copy=2)]]), SAVE_ID, METADATA)
     manifest = manifest_format.decode(raw)
     (chunk,) = manifest.chunks
-    pieces = index_format.pieces(index_format.decode(index, chunk, manifest), 0, Grid((4,)))
+    pieces = pieces_of_row(index_format.decode(index, chunk, manifest), 0, Grid((4,)))
     assert [(piece.rank, piece.copy, *piece.span[1:]) for piece in pieces] == [(0, 0, 0, 4), (2, 1, 0, 4)]
 
 

@@ -16,9 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.grids import grids, order_of
+from tests.support.index_pieces import Piece
 from zckpt.errors import MismatchError
 from zckpt.format.digest import block_count, blocks
-from zckpt.format.index import Piece
 from zckpt.format.names import Tier
 from zckpt.geometry import Grid, Span, all_of, slice_of
 from zckpt.plan import reads

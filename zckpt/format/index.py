@@ -17,10 +17,9 @@ These are the columns of a chunk, one after the other, little-endian, with R row
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import zstandard
@@ -28,14 +27,14 @@ import zstandard
 from zckpt.format.digest import digest
 from zckpt.format.limits import INDEX_CHUNK_RAW_BYTES_MAX, TENSOR_BYTES_MAX
 from zckpt.format.manifest import Chunk, Manifest, Part
-from zckpt.format.names import Tier, index_path
+from zckpt.format.names import index_path
 from zckpt.format.rules import broken
-from zckpt.geometry import Span, ragged
+from zckpt.geometry import ragged
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from zckpt.geometry import Grid, Ints
+    from zckpt.geometry import Ints
 
 ROW_COLUMNS = (("name_id", "<u4"), ("count", "<u4"))
 """The names and the dtypes of the columns that have one item for each row of a chunk."""
@@ -76,23 +75,6 @@ class Rows:
     def first(self) -> Ints:
         """For each row, the number of its first piece."""
         return np.cumsum(self.count) - self.count
-
-
-class Piece(NamedTuple):
-    """Elements of a tensor in one data file."""
-
-    rank: int
-    """The rank that wrote the piece."""
-    tier: Tier
-    """The tier that the piece was in when it was saved."""
-    copy: int
-    """The number of the tensor's copy that the piece belongs to."""
-    span: Span
-    """The elements."""
-    offset: int
-    """The first byte of the piece, counted from the first byte of the data of its data file."""
-    block: int
-    """The number of the piece's first block, counted from the first block of its data file."""
 
 
 class IndexWriter:
@@ -306,15 +288,3 @@ def take(layout: Rows, rows: Ints) -> Rows:
     row, number = ragged(layout.count[rows])
     piece = layout.first[rows][row] + number
     return Rows(layout.name_id[rows], layout.count[rows], *(getattr(layout, name)[piece] for name, _ in PIECE_COLUMNS))
-
-
-def pieces(layout: Rows, row: int, grid: Grid) -> Iterator[Piece]:
-    """Yields the pieces of one row of a layout that has been checked, copy by copy, in the order of their elements.
-    ``grid``: that of the tensor."""
-    # The pieces are made one by one: with 1000 new objects at once, Python's garbage collector would look through all
-    # objects of torch, which takes 0.1 s.
-    single = take(layout, np.array([row]))
-    start, copy = starts_and_copies(single, np.array([grid.numel], np.int64))
-    spans = (Span(grid, *bounds) for bounds in zip(start.tolist(), (start + single.length).tolist(), strict=True))
-    columns = single.rank.tolist(), map(Tier, single.tier.tolist()), copy.tolist(), spans
-    return itertools.starmap(Piece, zip(*columns, single.offset.tolist(), single.block.tolist(), strict=True))

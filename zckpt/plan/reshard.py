@@ -34,7 +34,7 @@ class RequestedSpan(NamedTuple):
 class StoredPieces(Spans):
     """Stored pieces of the tensors that are read. They are ordered by request, and within a request by their elements,
     so that the pieces of a request make up its whole tensor. ``tensor`` is the number of the request and of its target,
-    ``file`` is the number of the data file in the manifest, and the other columns are those of ``Piece``."""
+    ``file`` is the number of the data file in the manifest. ``offset`` and ``block`` are those of ``Rows``."""
 
     file: Ints
     offset: Ints
@@ -50,7 +50,7 @@ class StoredPieces(Spans):
 class FilePieces(Spans):
     """Stored pieces of any tensors, in all their copies. ``part_id`` is the position of the tensor's part in the
     manifest, and ``tensor`` is its position in that part. ``nbytes`` is the size of the piece in bytes. The
-    other columns are those of ``StoredPieces`` and ``Piece``."""
+    other columns are those of ``StoredPieces`` and ``Rows``."""
 
     part_id: Ints
     file: Ints

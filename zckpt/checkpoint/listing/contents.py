@@ -34,7 +34,7 @@ from zckpt.plan.select import Keys, nearest, select, several
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from zckpt.format.index import Piece, Rows
+    from zckpt.format.index import Rows
     from zckpt.format.manifest import File, Manifest
     from zckpt.geometry import Ints
     from zckpt.storage.contract import Reader, Store
@@ -169,7 +169,10 @@ class Contents(Mapping[str, TensorInfo]):
         if info.nbytes > TREE_BYTES_MAX:
             raise broken("T004", f"the packed tree takes {info.nbytes} bytes", key=info.key)
         self.check_sizes([info])
-        return b"".join(self._bytes_of(piece, info) for piece in self.pieces(info) if piece.copy == 0), info.key
+        pieces = self.stored([info], [0], None)
+        columns = (pieces.file, pieces.offset, pieces.numel, pieces.block)  # An element is one byte.
+        rows = zip(*(column.tolist() for column in columns), strict=True)
+        return b"".join(self._bytes_of(info, *row) for row in rows), info.key
 
     @cached_property
     def left_out(self) -> tuple[str, ...]:
@@ -229,12 +232,12 @@ class Contents(Mapping[str, TensorInfo]):
         part, name = self.manifest.parts[part_id].name, self.manifest.names[name_id]
         return TensorInfo(part, name, DTYPES[dtype_id], self.manifest.shapes[shape_id], part_id, row, self)
 
-    def pieces(self, info: TensorInfo) -> Iterator[Piece]:
-        """Yields the pieces of one tensor as the index records them, copy by copy, in the order of their elements."""
+    def pieces(self, info: TensorInfo) -> tuple[StoredPieces, Ints, Ints]:
+        """Returns the pieces of one tensor, copy by copy, in the order of their elements, in the form in which
+        ``pieces_of_rows`` returns them."""
         part_id, row = info._place
         number = int(self._chunks_of(np.array([part_id]), np.array([row]))[0])
-        first_row = self.manifest.chunks[number].first_row
-        return index_format.pieces(self.chunk(number), row - first_row, self.grid(info))
+        return self.pieces_of_rows(part_id, number, np.array([row]))
 
     def _chunks_of(self, parts: Ints, rows: Ints) -> Ints:
         """Returns for each row of a part the number of the chunk that has it."""
@@ -268,27 +271,22 @@ class Contents(Mapping[str, TensorInfo]):
         return layout
 
     def piece_infos(self, info: TensorInfo) -> tuple[PieceInfo, ...]:
-        pieces = list(self.pieces(info))
-        rank, tier = np.array([(piece.rank, piece.tier) for piece in pieces], np.int64).T
-        numbers = self.manifest.file_numbers(rank, info._place[0], tier).tolist()
-        save_id, data_start, item_bytes = self.manifest.save_id, self.manifest.files.data_start, info.item_bytes
-        labels = {tier: tier.label for tier in names.Tier}
-        return tuple(
-            PieceInfo(
-                rank, labels[tier], copy, start, stop, names.data_file_path(save_id, rank, info.part, tier),
-                data_start[number] + offset, (stop - start) * item_bytes,
-            )
-            for (rank, tier, copy, (_, start, stop), offset, _), number in zip(pieces, numbers, strict=True)
-        )  # fmt: skip
+        pieces, copies, ranks = self.pieces(info)
+        files, save_id, item_bytes = self.manifest.files, self.manifest.save_id, info.item_bytes
+        tiers = {tier.value: (tier, tier.label) for tier in Tier}
+        infos = []
+        columns = (ranks, copies, pieces.start, pieces.stop, pieces.file, pieces.offset)
+        for rank, copy, start, stop, number, offset in zip(*(column.tolist() for column in columns), strict=True):
+            tier, label = tiers[files.tier[number]]
+            path, begins = names.data_file_path(save_id, rank, info.part, tier), files.data_start[number] + offset
+            infos.append(PieceInfo(rank, label, copy, start, stop, path, begins, (stop - start) * item_bytes))
+        return tuple(infos)
 
-    def _bytes_of(self, piece: Piece, info: TensorInfo) -> bytes:
-        """Reads a small piece and checks its digests."""
-        rank, tier = np.array([piece.rank]), np.array([piece.tier])
-        number = int(self.manifest.file_numbers(rank, info._place[0], tier)[0])
-        file, nbytes = self.manifest.files[number], piece.span.numel * info.item_bytes
-        source, start = self.read_file(number, verify=True), file.data_start + piece.offset
+    def _bytes_of(self, info: TensorInfo, number: int, offset: int, nbytes: int, first_block: int) -> bytes:
+        """Reads a small piece, which is in file ``number``, and checks its digests."""
+        source, start = self.read_file(number, verify=True), self.manifest.files.data_start[number] + offset
         raw = self.reader.read(source.path, start, nbytes)
-        for block, first, last in blocks(start, nbytes, piece.block, self.manifest.block_bytes):
+        for block, first, last in blocks(start, nbytes, first_block, self.manifest.block_bytes):
             check_block(memoryview(raw)[first - start : last - start], block, source, first, info.key)
         return raw
 

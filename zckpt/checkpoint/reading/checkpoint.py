@@ -13,7 +13,7 @@ from zckpt.checkpoint.reading.loader import Loader, ReadRequest
 from zckpt.checkpoint.reading.state_dict import PlainValues, own_rank, plan_load
 from zckpt.checkpoint.reading.targets import check_casts, check_target, empty_tensors
 from zckpt.errors import MismatchError, check_flags, count
-from zckpt.geometry import slice_of
+from zckpt.geometry import Span, slice_of
 from zckpt.plan.inventory import BUFFER, unconverted
 from zckpt.progress import Progress, reported
 from zckpt.system.collector import without_collector
@@ -310,16 +310,20 @@ class Checkpoint(Mapping[str, TensorInfo]):
         requests: dict[tuple[str, int, int], ReadRequest] = {}
         infos = loader.contents.select(keys)
         with loader.advised():
-            each = [(key, piece) for key in infos for piece in loader.contents.pieces(infos[key]) if piece.rank == rank]
-            tensors = loader.contents.tensors(infos[key] for key, _ in each)
+            each: list[tuple[str, Span, int, int]] = []
+            for key, info in infos.items():
+                pieces, copies, ranks = loader.contents.pieces(info)
+                grid, own = loader.contents.grid(info), ranks == rank
+                columns = (column[own].tolist() for column in (pieces.start, pieces.stop, copies, pieces.offset))
+                for start, stop, copy, offset in zip(*columns, strict=True):
+                    each.append((key, Span(grid, start, stop), copy, offset))
+            tensors = loader.contents.tensors(infos[key] for key, _, _, _ in each)
             if device.type != "meta":
-                copies = [piece.copy for _, piece in each]
-                loader.contents.check_sizes(tensors, loader.budget.nbytes, copies=copies)
-            shapes, offsets = [(piece.span.numel,) for _, piece in each], [piece.offset for _, piece in each]
+                loader.contents.check_sizes(tensors, loader.budget.nbytes, copies=[copy for _, _, copy, _ in each])
+            shapes, offsets = [(span.numel,) for _, span, _, _ in each], [offset for _, _, _, offset in each]
             targets = empty_tensors(tensors, shapes, device, [None] * len(each), offsets)
-            for (key, piece), target in zip(each, targets, strict=True):
-                place = key, piece.span.start, piece.span.stop
-                requests[place] = ReadRequest(infos[key], piece.span, target, piece.copy)
+            for (key, span, copy, _), target in zip(each, targets, strict=True):
+                requests[key, span.start, span.stop] = ReadRequest(infos[key], span, target, copy)
             loader.read(list(requests.values()), verify=verify)
         return {place: request.target for place, request in requests.items()}
 

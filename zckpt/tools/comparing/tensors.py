@@ -102,8 +102,8 @@ def compared_copies(a: Loader, b: Loader, pair: Pair) -> list[tuple[int, int]]:
     if pair.a.part != BUFFER or a.manifest.world_size != b.manifest.world_size:
         return [(0, 0)]
     copy_in_a, copy_in_b = (
-        {piece.rank: piece.copy for piece in checkpoint.contents.pieces(info)}
-        for checkpoint, info in ((a, pair.a), (b, pair.b))
+        dict(zip(ranks.tolist(), copies.tolist(), strict=True))
+        for _, copies, ranks in (a.contents.pieces(pair.a), b.contents.pieces(pair.b))
     )
     of_ranks = ((copy_in_a.get(rank, 0), copy_in_b.get(rank, 0)) for rank in sorted({*copy_in_a, *copy_in_b}))
     return list(dict.fromkeys([(0, 0), *of_ranks]))
