@@ -36,5 +36,7 @@ def litter(checkpoint: Path) -> set[Path]:
     (data / "master.safetensors").write_bytes(bytes(5000))
     temporary = checkpoint / "manifest.msgpack.01234567.tmp"
     temporary.write_bytes(bytes(70))
-    (checkpoint / "write.lock.89abcdef.tmp").write_bytes(b"")
-    return {data.parent, temporary, checkpoint / "write.lock.89abcdef.tmp"}
+    of_lock = checkpoint / "write.lock.89abcdef.tmp"
+    of_lock.write_bytes(b"")
+    os.utime(of_lock, (0, 0))
+    return {data.parent, temporary, of_lock}

@@ -18,6 +18,8 @@ from tests.support.slow_writes import slow_write
 from tests.support.states import write_state, write_through
 from zckpt.cli import main
 from zckpt.errors import CheckpointExistsError, CheckpointNotFoundError
+from zckpt.storage.lock import WriteLock
+from zckpt.storage.schemes import open_store
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -62,6 +64,24 @@ def test_no_lock_is_taken_if_there_is_nothing_to_remove(tmp_path: Path) -> None:
         zckpt.gc(tmp_path)
     locked = {os.path.dirname(file) for name, file in operations.done if name == "put"}
     assert locked == {str(tmp_path / "s2")}
+
+
+def test_the_files_by_which_processes_take_a_lock_stay(tmp_path: Path) -> None:
+    """Two clean-ups and a write may take a lock at the same time. If one removed the file of another, that would
+    fail. The file of a process that has died goes at once."""
+    write_steps(tmp_path, 1)
+    unknown, alive, dead = (tmp_path / "s1" / f"write.lock.{number:08x}.tmp" for number in range(3))
+    lock = json.loads(WriteLock(open_store(tmp_path / "s1")).data)
+    unknown.write_bytes(b"now")
+    alive.write_text(json.dumps(lock | {"pid": 1, "started": None}))
+    dead.write_text(json.dumps(lock | {"pid": 4_000_000}))
+    assert [removed.path for removed in zckpt.gc(tmp_path).removed] == [str(dead)]
+    with faulty() as operations:
+        assert zckpt.gc(tmp_path).removed == ()
+    assert all(name != "put" for name, _ in operations.done)
+    for path in (unknown, alive):
+        os.utime(path, (0, 0))
+    assert [removed.path for removed in zckpt.gc(tmp_path).removed] == [str(unknown), str(alive)]
 
 
 def test_one_checkpoint_alone(tmp_path: Path) -> None:

@@ -126,12 +126,12 @@ class WriteLock:
                 self._store.put(names.LOCK, self.data, over=self.data)
 
 
-def read_lock(store: Store) -> bytes | None:
-    """Returns the content of a checkpoint's lock, or None if there is no lock. Raises StorageError and FormatError
-    (F002)."""
+def read_lock(store: Store, name: str = names.LOCK) -> bytes | None:
+    """Returns the content of a checkpoint's lock, or None if there is no lock. ``name``: that of the lock, or of a
+    temporary file of it. Raises StorageError and FormatError (F002)."""
     with closing(store.reader()) as reader:
         try:
-            return reader.read(names.LOCK, 0, _LOCK_BYTES_MAX)
+            return reader.read(name, 0, _LOCK_BYTES_MAX)
         except MissingFileError:
             return None
 
@@ -156,17 +156,18 @@ def is_lock(holder: bytes) -> bool:
     return "machine" in _parse(holder)
 
 
-def is_alive(store: Store, holder: bytes) -> bool:
+def is_alive(store: Store, holder: bytes, name: str = names.LOCK) -> bool:
     """Returns whether the process that wrote ``holder`` to the lock may still be writing. If this process can tell that
     the writer has ended, because both are on the same machine and in the same pid space of Linux, the writer is dead.
-    In all other cases, the heartbeat decides."""
+    In all other cases, the heartbeat decides. ``name``: as for ``read_lock``. A temporary file has no heartbeat, but
+    its process needs it only for an instant."""
     fields = _parse(holder)
     pid, started, machine = fields.get("pid"), fields.get("started"), linux.pid_space()
     if machine is not None and fields.get("machine") == machine:
         gone = type(pid) is int and not linux.is_running(pid, started if type(started) is int else None)
         if gone or (pid == os.getpid() and fields.get("save_id") not in _held):
             return False
-    entry = store.entry(names.LOCK)
+    entry = store.entry(name)
     return entry is not None and store.now() - entry.changed_at < DEAD_SECONDS
 
 

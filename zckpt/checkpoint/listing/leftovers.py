@@ -10,7 +10,7 @@ from zckpt.checkpoint.listing.runs import entries_of, is_leftover
 from zckpt.errors import CheckpointNotFoundError, FormatError, MissingFileError, StorageError, ZckptError, first_few
 from zckpt.format import names
 from zckpt.format.data_file import BEGINNING_BYTES, begins_like_data_file
-from zckpt.storage.lock import DEAD_SECONDS
+from zckpt.storage.lock import DEAD_SECONDS, is_alive, read_lock
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -44,7 +44,8 @@ class Leftovers(NamedTuple):
 def leftovers(checkpoint: Store) -> Leftovers:
     """Returns what writes have left in a checkpoint's directory. The writes died, failed or were replaced, or are under
     way. If the manifest cannot be read, it may name any of the entries, and both lists are empty. They do not have what
-    cannot be read, either. A process that removes leftovers has to hold the lock."""
+    cannot be read, either, nor a temporary file of the lock whose process may be alive: it is about to take the lock,
+    or asks the store for its time. A process that removes leftovers has to hold the lock."""
     own, foreign = list[str](), list[str]()
     try:
         manifest = manifest_of(checkpoint)
@@ -57,8 +58,17 @@ def leftovers(checkpoint: Store) -> Leftovers:
         if is_leftover(name) and name != named:
             with suppress(StorageError):
                 is_own = not look(checkpoint, name).foreign if names.is_data_dir(name) else is_file(checkpoint, name)
-                (own if is_own else foreign).append(name)
+                is_in_use = is_own and names.is_temporary(name, names.LOCK) and _is_in_use(checkpoint, name)
+                # Another process may remove an entry meanwhile.
+                if not is_in_use and (is_own or checkpoint.entry(name) is not None):
+                    (own if is_own else foreign).append(name)
     return Leftovers(own, foreign, manifest)
+
+
+def _is_in_use(checkpoint: Store, name: str) -> bool:
+    """Returns whether the process of a temporary file of the lock may be alive, or has removed this file meanwhile."""
+    holder = read_lock(checkpoint, name)
+    return holder is None or is_alive(checkpoint, holder, name) or checkpoint.entry(name) is None
 
 
 def may_be_named(checkpoint: Store, save_id: str) -> bool:
