@@ -3,10 +3,14 @@ error."""
 
 from __future__ import annotations
 
+import errno
 import json
+import multiprocessing
 import os
+import signal
 import sys
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -21,6 +25,9 @@ from tests.support.states import EngineOfAnAdapter, write_state, write_through
 from zckpt.checkpoint.cleaning.work import Work
 from zckpt.cli import main
 from zckpt.errors import CheckpointNotFoundError, FormatError, MissingFileError
+from zckpt.storage.local_store import LocalStore
+from zckpt.storage.lock import WriteLock
+from zckpt.storage.schemes import open_store
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -242,6 +249,43 @@ def test_a_checkpoint_that_was_committed_after_the_run_was_listed_stays(
     assert cleanup.in_use == (str(tmp_path / "s1"),)
     assert cleanup.removed == ()
     assert zckpt.validate(tmp_path / "s1").ok
+
+
+def test_a_full_disk_can_be_freed(tmp_path: Path) -> None:
+    """The lock of a dead process is there too, so the time of the store has to be found out."""
+    write_steps(tmp_path, 1, 2)
+    removed = litter(tmp_path / "s2")
+    (tmp_path / "s1" / "write.lock").write_text(json.dumps({"machine": "another", "pid": 1}))
+    os.utime(tmp_path / "s1" / "write.lock", (0, 0))
+    full = mock.patch("os.write", side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+    with full, pytest.raises(zckpt.NoSpaceError), WriteLock(open_store(tmp_path / "s2")):
+        pass
+    with full:
+        zckpt.prune(tmp_path, keep_last=1)
+        zckpt.gc(tmp_path)
+    assert directory_names(tmp_path) == ["s2"]
+    assert not any(path.exists() for path in removed)
+    assert not list(tmp_path.rglob("write.lock*"))
+    assert zckpt.validate(tmp_path / "s2").ok
+
+
+def test_a_removal_that_was_killed_is_finished_by_gc(tmp_path: Path) -> None:
+    """The process dies when the manifest is removed and all of the data are there. Such data are not recoverable."""
+    write_steps(tmp_path, 1, 2)
+
+    def killed() -> None:
+        with mock.patch.object(LocalStore, "sync_names", side_effect=lambda path: os.kill(os.getpid(), signal.SIGKILL)):
+            zckpt.prune(tmp_path, keep_last=1)
+
+    process = multiprocessing.get_context("fork").Process(target=killed)
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    assert not (tmp_path / "s1" / "manifest.msgpack").exists()
+    assert zckpt.validate(tmp_path / "s2").ok
+    cleanup = zckpt.gc(tmp_path)
+    assert cleanup.recoverable == ()
+    assert directory_names(tmp_path) == ["s2"]
 
 
 def test_only_the_leftovers_of_removed_checkpoints_are_removed(tmp_path: Path) -> None:

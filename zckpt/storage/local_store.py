@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from zckpt.errors import StorageError, from_os_error
+from zckpt.errors import NoSpaceError, StorageError, from_os_error
 from zckpt.format import names
 from zckpt.progress import logger
 from zckpt.storage.contract import ANYTHING, Entry, Store, changed_meanwhile
@@ -284,7 +284,8 @@ class LocalStore(Store):
     def now(self) -> float:
         probe = names.temporary(names.LOCK, secrets.token_hex(4))
         try:
-            self.put_new(probe, b"now")  # The file server sets the time of what is written.
+            with suppress(NoSpaceError):  # Without its content, the new file has a time all the same.
+                self.put_new(probe, b"now")  # The file server sets the time of what is written.
             entry = self.entry(probe)
         finally:
             _quietly(os.unlink, self._full(probe))

@@ -16,7 +16,7 @@ from contextlib import closing, suppress
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from zckpt.errors import LockedError, MissingFileError, ZckptError
+from zckpt.errors import LockedError, MissingFileError, NoSpaceError, ZckptError
 from zckpt.format import names
 from zckpt.system import linux
 from zckpt.system.threads import Worker, stop
@@ -41,9 +41,13 @@ is a leftover and counts as dead."""
 class WriteLock:
     """The right to change one checkpoint. Use it as a context manager, or call ``acquire`` and ``release``."""
 
-    def __init__(self, store: Store, copied: str = "", save_id: str | None = None) -> None:
+    def __init__(
+        self, store: Store, copied: str = "", save_id: str | None = None, *, removed: str = "", frees: bool = False
+    ) -> None:
         """Prepares a lock, which ``acquire`` takes. ``copied`` is the save id of the checkpoint that is copied, or
-        empty if the write is not a copy. ``save_id`` is that of the write if another process has drawn it."""
+        empty if the write is not a copy. ``save_id`` is that of the write if another process has drawn it. ``removed``
+        is the save id of the checkpoint that is removed, or empty. ``frees`` says that the lock is taken to free space.
+        If there is no space for its content, such a lock is an empty file."""
         self.save_id = save_id or secrets.token_hex(8)
         """The id of the write that holds the lock. It makes the lock different from any other lock."""
         self.dead: set[str] = set()
@@ -57,10 +61,12 @@ class WriteLock:
             "started": linux.started(os.getpid()),
             "save_id": self.save_id,
             "copied": copied,
+            "removed": removed,
             "since": datetime.now(UTC).isoformat(timespec="seconds"),
         }
         self.data = json.dumps(holder).encode()
         """The content of the lock."""
+        self._frees = frees
         self._released = threading.Event()
         # The thread is a daemon, so that holding a lock keeps no process alive.
         self._heart = Worker(self._beat, "zckpt-heartbeat", daemon=True)
@@ -79,7 +85,7 @@ class WriteLock:
         holder: bytes | None = None
         for _ in range(_ATTEMPTS):  # other processes may take or release the lock at the same time
             _held.add(self.save_id)
-            if self._store.put(names.LOCK, self.data, holder):
+            if self._put(holder):
                 # A writer that counts as dead may still be alive, may have checked its lock for the last time, and may
                 # be about to commit. Removing the manifest that it has prepared stops the commit, if the store can.
                 for save_id in self.dead:
@@ -92,8 +98,17 @@ class WriteLock:
             if holder is not None:
                 if is_alive(self._store, holder):
                     raise _locked(self._store, "another process is writing here", holder)
-                self.dead |= {str(_parse(holder).get(field)) for field in ("save_id", "copied")}
+                self.dead |= {str(_parse(holder).get(field)) for field in ("save_id", "copied", "removed")}
         raise _locked(self._store, "others keep writing here", b"")
+
+    def _put(self, dead_holder: bytes | None) -> bool:
+        try:
+            return self._store.put(names.LOCK, self.data, dead_holder)
+        except NoSpaceError:
+            if not self._frees:
+                raise
+            self.data = b""
+            return self._store.put(names.LOCK, self.data)
 
     def confirm(self) -> None:
         """Raises LockedError if another process has taken this lock over because this process counted as dead."""
@@ -143,6 +158,11 @@ def is_held(store: Store, save_id: str) -> bool:
     return save_id in (fields.get("save_id"), fields.get("copied"))
 
 
+def removed_by(holder: bytes) -> str:
+    """Returns the save id of the checkpoint that the holder of a lock removes, or an empty text."""
+    return str(_parse(holder).get("removed", ""))
+
+
 def refuse_other_holder(store: Store) -> None:
     """Raises LockedError if a process holds the lock of a checkpoint, StorageError, and FormatError (F002)."""
     holder = read_lock(store)
@@ -153,7 +173,7 @@ def refuse_other_holder(store: Store) -> None:
 def is_lock(holder: bytes) -> bool:
     """Returns whether ``holder`` is the content of a lock, and not that of another program's file with the same
     name."""
-    return "machine" in _parse(holder)
+    return not holder or "machine" in _parse(holder)
 
 
 def is_alive(store: Store, holder: bytes, name: str = names.LOCK) -> bool:
@@ -174,6 +194,8 @@ def is_alive(store: Store, holder: bytes, name: str = names.LOCK) -> bool:
 def who(holder: bytes) -> str:
     """Returns a text that names the process that wrote ``holder`` to the lock."""
     fields = _parse(holder)
+    if not fields:
+        return "a process that frees space on a full disk"
     return f"process {fields.get('pid')} on {fields.get('host')}, since {fields.get('since')}"
 
 

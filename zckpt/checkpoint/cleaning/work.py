@@ -13,7 +13,7 @@ from zckpt.checkpoint.listing.runs import is_of_trainer, names_in, read_latest
 from zckpt.checkpoint.writing.removal import prepared_manifests, recoverable, remove_found
 from zckpt.errors import LockedError, StorageError
 from zckpt.format import names
-from zckpt.storage.lock import WriteLock, is_alive, is_lock, read_lock
+from zckpt.storage.lock import WriteLock, is_alive, is_lock, read_lock, removed_by
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Hashable, Mapping, Sequence
@@ -76,27 +76,29 @@ class Work:
         if in_doubt(store) and not is_discarded:
             self.recoverable.append(path)
             return
-        complete = [] if is_discarded else recoverable(store)
+        # A process that died while it removed a checkpoint may have left all of its data.
+        removed_before = removed_by(holder or b"")
+        complete = [] if is_discarded else recoverable(store, removed_before)
         if complete:
             self.recoverable.append(path)
         if idle or (complete and {*left.own} <= {*complete}):
             return
         if self.dry_run:
-            self._clean(store, unwanted_in, save_id)
+            self._clean(store, unwanted_in, save_id, removed_before)
             return
-        lock = WriteLock(store)
+        lock = WriteLock(store, removed=save_id or removed_before, frees=True)
         try:
             with lock:
-                self._clean(store, unwanted_in, save_id)
+                self._clean(store, unwanted_in, save_id, removed_before)
         except LockedError:
             self.in_use.append(path)
         else:
             store.remove("")
 
-    def _clean(self, store: Store, unwanted_in: Store | None, save_id: str) -> None:
+    def _clean(self, store: Store, unwanted_in: Store | None, save_id: str, removed_before: str) -> None:
         prepared = prepared_manifests(store)
         self.remove(store, prepared, "leftover")
-        complete = recoverable(store)
+        complete = recoverable(store, removed_before)
         if store.location in self.discarded:
             self.remove(store, complete, "discarded", ())
         left = leftovers(store)

@@ -18,16 +18,16 @@ if TYPE_CHECKING:
     from zckpt.storage.location import Location
 
 
-def recoverable(checkpoint: Store) -> list[str]:
+def recoverable(checkpoint: Store, removed: str = "") -> list[str]:
     """Returns the names of the data directories from which ``zckpt.repair`` could make a checkpoint. These are the ones
-    that have all files of a save, if there is no manifest. ``leftovers`` returns them too."""
+    that have all files of a save, if there is no manifest, except those of the save id ``removed``. ``leftovers``
+    returns them too."""
     try:
         directories = directories_of(checkpoint) if checkpoint.entry(names.MANIFEST) is None else []
     except StorageError:
         return []
-    return [
-        name for name in directories if names.is_data_dir(name) and is_complete(checkpoint, name.removeprefix("data-"))
-    ]
+    save_ids = [name.removeprefix("data-") for name in directories if names.is_data_dir(name)]
+    return [names.data_dir(each) for each in save_ids if each != removed and is_complete(checkpoint, each)]
 
 
 def clear_for_write(checkpoint: Store, *, overwrite: bool, dead: Collection[str] = (), own: str = "") -> Leftovers:
