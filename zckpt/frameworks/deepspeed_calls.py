@@ -201,7 +201,7 @@ def load_checkpoint(
         parts = None
         if weights_only:
             checkpoint = open_loader(path) if chosen is None else open_chosen(chosen)
-            parts = [part for part in checkpoint.parts if part in WEIGHT_PARTS]
+            parts = sorted(WEIGHT_PARTS)
             state = engine_state(checkpoint)
             if state is not None and "scheduler" not in state:  # The writer had no optimizer, so it had no scheduler.
                 left_out.add("scheduler")
@@ -210,7 +210,7 @@ def load_checkpoint(
     parts, trees = ranks.together(choose_parts, "open the checkpoint")
     request = Request(
         parts=parts, state=trees, strict=bool(load_module_strict), own_client_state=True, caller=_LOAD,
-        all_moments=True, leave_out=True, settings=saves.settings,
+        all_moments=True, leave_out=True, settings=saves.settings, absent_parts=weights_only,
     )  # fmt: skip
     restored, _ = restore_engine(engine, path if chosen is None else chosen, request)
     if not weights_only:

@@ -64,6 +64,8 @@ class Request:
     """Whether the engine may have state that no checkpoint can hold. It stays as it is."""
     has_weights: bool = False
     """Whether the weights were restored by an earlier call, and ``parts`` has all others."""
+    absent_parts: bool = False
+    """Whether ``parts`` may name parts that the checkpoint does not have, all tensors of which are missing."""
 
     def checked(self) -> Request:
         """Returns the same request, with a single part or tree as a collection of one. Raises TypeError and ValueError
@@ -106,7 +108,8 @@ def plan_restore(
     if trees is None:
         trees = adapter.trees if request.parts is None else ()
     parts = checkpoint.parts if request.parts is None else request.parts
-    known = ((parts, checkpoint.parts, "checkpoint has no part"), (trees, adapter.trees, "engine has no"))
+    asked_parts = () if request.absent_parts else parts
+    known = ((asked_parts, checkpoint.parts, "checkpoint has no part"), (trees, adapter.trees, "engine has no"))
     for asked, there, who in known:
         unknown = sorted(set(asked).difference(there))
         if unknown:
@@ -127,7 +130,7 @@ def plan_restore(
     restoring = adapter.restoring(selection)
 
     # If only weights are restored, it does not matter whether they were trained.
-    roles = matched.changed_roles() if MASTER in names and trains else []
+    roles = matched.changed_roles() if names.get(MASTER) and trains else []
     misfits = matched.problems(roles) if request.strict or matched.restores_nothing else []
     if saved is None and trees:
         why = "a state dict has no such state, and repair keeps none where the manifest was lost"
@@ -169,7 +172,7 @@ def plan_restore(
                 )
         if not request.strict:
             warnings += fits_in_part(checkpoint, matched, trees)
-    weights = [part for part in names if part in WEIGHT_PARTS]
+    weights = [part for part in names if part in WEIGHT_PARTS and names[part]]
     what_to_do = hint(adapter, selection, matched, weights, misfits, roles, against, saved, request.caller)
     if what_to_do and any(
         str(key).startswith("param_groups") for path in paths_of(checkpoint).values() for key in path
