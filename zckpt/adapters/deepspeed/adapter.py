@@ -12,7 +12,7 @@ import torch
 from zckpt.adapters import optimizer
 from zckpt.adapters.deepspeed import data_sampler, refuse, scaler
 from zckpt.adapters.deepspeed.experts import AutoExperts, MoeExperts, auto_experts_of
-from zckpt.adapters.deepspeed.group import group_of_engine, process_group
+from zckpt.adapters.deepspeed.group import process_group
 from zckpt.adapters.deepspeed.local_tensors import local_tensors_of, tensor_parallel_ranks
 from zckpt.adapters.deepspeed.pipeline_stage import PipelineStage
 from zckpt.adapters.deepspeed.restoring import DeepSpeedRestoring, rng_tracker
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from zckpt.adapters.kind import Kind
     from zckpt.adapters.local_tensors import LocalTensor
     from zckpt.engines.contract import Selection
-    from zckpt.engines.group import RankGroup
 
 
 class DeepSpeedAdapter(ModuleAdapter):
@@ -178,10 +177,6 @@ class DeepSpeedAdapter(ModuleAdapter):
 
     def restoring(self, selection: Selection) -> DeepSpeedRestoring:
         return DeepSpeedRestoring(self, selection)
-
-    @cached_property
-    def group(self) -> RankGroup:
-        return group_of_engine(self.engine)
 
     @property
     def device(self) -> torch.device:

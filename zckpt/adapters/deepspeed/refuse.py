@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zckpt.adapters.deepspeed.classes import is_a
-from zckpt.adapters.deepspeed.group import group_of_engine, process_group, process_group_of_owners
+from zckpt.adapters.deepspeed.group import process_group, process_group_of_owners
 from zckpt.adapters.deepspeed.wrapper import kind_of
 from zckpt.adapters.scheduler import unsupported_scheduler
 from zckpt.engines.group import ranks_of
@@ -87,7 +87,7 @@ def _parallelism(engine: Any) -> Iterator[str]:
         if stages > 1 and not is_a(engine, "PipelineEngine"):
             yield f"pipeline parallelism (mpu, {stages} stages)"
     sequence = getattr(engine, "seq_parallel_group", None)
-    if sequence is not None and not {*ranks_of(sequence)} <= {*group_of_engine(engine).ranks}:
+    if sequence is not None and not {*ranks_of(sequence)} <= {*ranks_of(process_group(engine))}:
         yield (
             f"sequence parallelism over ranks {list(ranks_of(sequence))} by a device mesh below stage 3, where "
             "DeepSpeed lets the weights of these ranks drift apart"
