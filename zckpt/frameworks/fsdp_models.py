@@ -43,30 +43,24 @@ _told: set[str] = set()
 """The warnings that were given already."""
 
 
-class _Options(NamedTuple):
+class Options(NamedTuple):
     """What ``attach_all`` was called with."""
 
     of_writes: WriteOptions
     full_every: int
     settings: str
     on_attach: Callable[[Any], None] | None
+    """A function that is called with each new TrainState, or None."""
 
 
-_options: _Options | None = None
+_options: Options | None = None
 """None if the frameworks save and load these models themselves."""
 
 
-def enable(options: WriteOptions, full_every: int, settings: str, on_attach: Callable[[Any], None] | None) -> None:
-    """Makes zckpt save and load the FSDP2 models of frameworks from now on. A second call changes nothing.
-
-    Args:
-        options: the options of the writes.
-        full_every: every how many saves hold the whole state, as for ``zckpt.attach``.
-        settings: as for ``zckpt.restore``.
-        on_attach: a function that is called with each new TrainState, or None.
-    """
+def enable(options: Options) -> None:
+    """Makes zckpt save and load the FSDP2 models of frameworks from now on. A second call changes nothing."""
     global _options  # noqa: PLW0603  the frameworks cannot pass an object through to the functions below
-    _options = _options or _Options(options, full_every, settings, on_attach)
+    _options = _options or options
 
 
 def is_enabled() -> bool:
