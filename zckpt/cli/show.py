@@ -14,7 +14,6 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from zckpt.cli import output
-from zckpt.cli.launched import launched
 
 if TYPE_CHECKING:
     import argparse
@@ -37,7 +36,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    with launched() as rank:
+    with output.launched() as rank:
         infos, statistics = _statistics(arguments.path, arguments.keys)
         if rank == 0:
             if arguments.json:
