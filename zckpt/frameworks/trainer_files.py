@@ -121,11 +121,8 @@ def kind_of_models(folder: str) -> DirectoryKind:
         return DirectoryKind.FOREIGN if any(Path(folder).glob("**/*optim*")) else DirectoryKind.UNFINISHED
     if None in models:
         return DirectoryKind.UNFINISHED
-    return (
-        DirectoryKind.FULL
-        if all(model and model.lineage.use is Use.RESUME for model in models)
-        else DirectoryKind.WEIGHTS
-    )
+    is_full = all(model and model.lineage.use is Use.RESUME for model in models)
+    return DirectoryKind.FULL if is_full else DirectoryKind.WEIGHTS
 
 
 def is_last_to_resume(folder: str) -> bool:
