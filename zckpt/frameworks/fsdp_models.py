@@ -168,14 +168,8 @@ def load_model(
     directory nor that of its copies has a checkpoint of zckpt, and if a later save of the framework itself has put
     PyTorch's files beside it. Collective.
 
-    Args:
-        state: what ``attach_state`` has returned for the model.
-        run: the directory that the framework has made for the save.
-        name: the name of the checkpoint in this directory.
-        framework: the name of the framework, for error messages.
-        what: all of the state; only the weights; or all that belongs to the optimizer, after a call has restored the
-            weights.
-        strict: as for ``zckpt.restore``.
+    The first four arguments are those of ``save_model``. ``what``: all of the state; only the weights; or all that
+    belongs to the optimizer, after a call has restored the weights. ``strict``: as for ``zckpt.restore``.
     """
     saves, ranks = saves_of(state), Ranks(group_of(state), call=framework)
     assert saves

@@ -36,10 +36,6 @@ class Parameters(Unwrapped):
         if wrapper is not None:
             yield from foreign(parameters, (p for param_group in wrapper.param_groups for p in param_group["params"]))
 
-    @property
-    def optimizer(self) -> Any:
-        return self._wrapper
-
     def tier(self, part: str) -> Tier:
         return self._tier
 
