@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from torch.distributed import ProcessGroup
 
-    from zckpt.adapters.bitsandbytes import Gathered
+    from zckpt.adapters.extra_state import Gathered
     from zckpt.adapters.local_tensors import LocalTensor
     from zckpt.engines.contract import Selection
     from zckpt.plan.inventory import Holding
