@@ -72,10 +72,8 @@ def attach_state(model: Any, optimizers: Any) -> TrainState:
     """Returns the TrainState with which zckpt saves and loads a model. It is made when it is first asked for, which
     should be before the first step, because it counts the steps. ``enable`` has to be called before.
 
-    Args:
-        model: the model, as the framework trains it.
-        optimizers: its optimizer, or a sequence of optimizers. None or an empty sequence is for a model that is only
-            evaluated.
+    ``model``: as the framework trains it. ``optimizers``: its optimizer, or a sequence of optimizers. None or an empty
+    sequence is for a model that is only evaluated.
     """
     state = train_state_of(model, optimizers)
     if saves_of(state) is None:
