@@ -44,7 +44,8 @@ def run(arguments: argparse.Namespace) -> int:
             elif len(infos) == 1:
                 _print_one(infos[0], statistics[0])
             else:
-                _print_several(infos, statistics)
+                rows = ((*_numbers(of_tensor), info.key) for info, of_tensor in zip(infos, statistics, strict=True))
+                output.print_table((*_NUMBERS, "key"), rows, numbers=_NUMBERS)
     return 0
 
 
@@ -116,11 +117,6 @@ def _print_one(info: TensorInfo, statistics: Statistics) -> None:
         ),
         numbers=("rank", "copy", "elements", "bytes of the file"),
     )
-
-
-def _print_several(infos: Sequence[TensorInfo], statistics: Sequence[Statistics]) -> None:
-    rows = ((*_numbers(of_tensor), info.key) for info, of_tensor in zip(infos, statistics, strict=True))
-    output.print_table((*_NUMBERS, "key"), rows, numbers=_NUMBERS)
 
 
 _NUMBERS = ("min", "max", "mean", "norm", "NaN", "infinite", "zeros")

@@ -126,16 +126,11 @@ def save_model(
     client_state: Mapping[str, Any] | None = None,
     step: int | None = None,
 ) -> None:
-    """Writes a checkpoint of a model. Collective.
+    """Writes a checkpoint of a model, whose ``state`` is that of ``attach_state``. Collective.
 
-    Args:
-        state: what ``attach_state`` has returned for the model.
-        run: the directory that the framework has made for this save.
-        name: the name of the checkpoint in this directory.
-        framework: the name of the framework, for error messages.
-        only_weights: whether nothing of the optimizer is saved.
-        client_state: what the framework saves beside the model.
-        step: the number of the step, as for ``zckpt.write``.
+    ``run``: the directory that the framework has made for this save. ``name``: the name of the checkpoint in it.
+    ``framework``: the name of the framework, for error messages. ``only_weights``: whether nothing of the optimizer is
+    saved. ``client_state``: what the framework saves beside the model. ``step``: as for ``zckpt.write``.
     """
     saves, path = saves_of(state), str(Location.of(run).child(name))
     ranks = Ranks(group_of(state), call=framework)
