@@ -10,7 +10,7 @@ It takes the options of torchtitan's own manager. This module imports torchtitan
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from torchtitan.components.checkpointer import CheckpointManager as _TorchtitansManager
 from torchtitan.components.checkpointer.base import DATALOADER, MODEL, OPTIMIZER
@@ -37,13 +37,6 @@ if TYPE_CHECKING:
 
 _STEP = "step-"
 """The names of torchtitan's checkpoints begin with this."""
-
-
-class _Found(NamedTuple):
-    """The checkpoint that is loaded."""
-
-    path: str
-    only_weights: bool
 
 
 class CheckpointManager(_TorchtitansManager):
@@ -133,12 +126,13 @@ class CheckpointManager(_TorchtitansManager):
             self._load_others({**client_state, **(of_ranks.own or {})})
         return True
 
-    def _find(self, step: int) -> _Found | None:
-        """Returns the checkpoint of zckpt that is loaded, or None if torchtitan looks for one in its own formats."""
+    def _find(self, step: int) -> tuple[str, bool] | None:
+        """Returns the path of the checkpoint of zckpt that is loaded, and whether only its weights are. Returns None if
+        torchtitan looks for a checkpoint in its own formats."""
         folder = open_store(self.folder)
         if step != -1:
             there = is_begun(names_in(folder.child(f"{_STEP}{step}")))
-            return _Found(str(folder.location.child(f"{_STEP}{step}")), step == 0) if there else None
+            return (str(folder.location.child(f"{_STEP}{step}")), step == 0) if there else None
         names = [name.removeprefix(_STEP) for name in directories_of(folder) if name.startswith(_STEP)]
         steps = sorted((int(name) for name in names if name.isdecimal()), reverse=True)
         whole = next((step for step in steps if can_resume(folder.child(f"{_STEP}{step}"))), None)
@@ -146,10 +140,10 @@ class CheckpointManager(_TorchtitansManager):
             whole = next((step for step in steps if if_whole(folder.child(f"{_STEP}{step}"))), None)
         of_torchtitan = self._find_load_step()
         if whole is not None and whole >= of_torchtitan:
-            return _Found(str(folder.location.child(f"{_STEP}{whole}")), whole == 0)
+            return str(folder.location.child(f"{_STEP}{whole}")), whole == 0
         if (whole, of_torchtitan) == (None, -1) and self.initial_load_path and not self.initial_load_in_hf:
             try:
-                return _Found(str(find(self.initial_load_path).location), self.initial_load_model_only)
+                return str(find(self.initial_load_path).location), self.initial_load_model_only
             except UnfinishedWriteError:
                 raise
             except CheckpointNotFoundError:

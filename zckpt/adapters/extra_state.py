@@ -3,6 +3,7 @@ calls it extra state. The scales of the quantized weights of bitsandbytes are an
 
 from __future__ import annotations
 
+import sys
 import traceback
 from functools import cached_property
 from itertools import accumulate
@@ -10,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zckpt.adapters import bitsandbytes
 from zckpt.engines.tensors import local_of, plain_name
 from zckpt.errors import FormatError, MismatchError, UnsupportedError, first_few
 from zckpt.format.names import check_tensor_name
@@ -18,9 +18,10 @@ from zckpt.transfer.memory import not_plain
 from zckpt.transfer.torch_dtypes import DTYPE_NAMES
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
-    from zckpt.adapters.bitsandbytes import Gathered
+    Gathered = Callable[[list[torch.nn.Parameter]], AbstractContextManager[Any]]
 
 _SAVING = ("state_dict", "_save_to_state_dict", "get_extra_state"), ("_state_dict_hooks",)
 _LOADING = ("load_state_dict", "_load_from_state_dict"), ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
@@ -83,12 +84,12 @@ class ExtraState:
         for name, value in values.items():
             by_owner.setdefault(self._owner(name), {})[name] = value
         modules = {path: self._module(path) for path in by_owner}
-        quantized = {path: module for path, module in modules.items() if bitsandbytes.is_quantized(module)}
+        quantized = {path: module for path, module in modules.items() if _is_quantized(module)}
         for module in quantized.values():  # No rank may fail before all have done this, because it is collective.
-            bitsandbytes.complete(module, gathered)
+            _complete(module, gathered)
         for path, module in quantized.items():
             own = {name.removeprefix(f"{path}."): value for name, value in by_owner.pop(path).items()}
-            bitsandbytes.load(module, own)
+            _load_quantized(module, own)
         if not by_owner:
             return
         state = self._state_dict(self._root, "")
@@ -141,7 +142,7 @@ class ExtraState:
         dict."""
         owner = self._owner(name)
         module = self._module(owner)
-        if bitsandbytes.is_quantized(module):
+        if _is_quantized(module):
             return True
         if name.endswith("_extra_state") and type(module).set_extra_state is not torch.nn.Module.set_extra_state:
             return True
@@ -194,3 +195,46 @@ def _unsaveable(name: str, value: object) -> str:
     if why is None and value.dtype not in DTYPE_NAMES:
         why = f"has dtype {value.dtype}, which safetensors does not know"
     return f"it {why}" if why else ""
+
+
+# bitsandbytes is not imported below, because it has been imported already if there is a module of it. Its quantized
+# modules get their tensors here, because their own ``load_state_dict`` does not take those of 4-bit weights, nor those
+# of 8-bit weights after the first forward pass.
+
+
+def _is_quantized(module: Any) -> bool:
+    """Returns whether the module is a linear layer of bitsandbytes whose weight is quantized."""
+    bnb = sys.modules.get("bitsandbytes")
+    if bnb is None or not isinstance(module, (bnb.nn.Linear4bit, bnb.nn.Linear8bitLt)):
+        return False
+    return getattr(module.weight, "quant_state", None) is not None or _holder(module) is not None
+
+
+def _complete(module: Any, gathered: Gathered) -> None:
+    """Gives a quantized module the values of its weight. An 8-bit module has them in another tensor too, which is not
+    the memory of the weight if ZeRO-3 has partitioned it. Collective. ``gathered``: as for ``ExtraState.load``."""
+    holder = _holder(module)
+    if holder is not None and holder.CB.data_ptr() != module.weight.data_ptr():
+        with gathered([module.weight]):
+            holder.CB.copy_(module.weight)
+
+
+def _load_quantized(module: Any, values: Mapping[str, torch.Tensor]) -> None:
+    """Gives a quantized module the tensors that belong to its weight, by the names that they have in the state dict of
+    the module alone."""
+    holder, weight = _holder(module), module.weight
+    if holder is not None:
+        holder.SCB = values.get("SCB", holder.SCB)
+        return
+    state = weight.quant_state
+    named = {name.removeprefix("weight."): tensor for name, tensor in values.items()}
+    state = type(state).from_dict({**state.as_dict(packed=True), **named}, state.absmax.device)
+    weight.quant_state = module.quant_state = state
+    weight.blocksize, weight.quant_type, weight.compress_statistics = state.blocksize, state.quant_type, state.nested
+
+
+def _holder(module: Any) -> Any:
+    """Returns the object that has the tensors of an 8-bit weight. It is the weight itself until the first forward pass,
+    and the state of the module after it. Returns None if the module has no 8-bit weight."""
+    places = (module.weight, getattr(module, "state", None))
+    return next((place for place in places if getattr(place, "SCB", None) is not None), None)

@@ -15,6 +15,7 @@ from zckpt.adapters.flats import moments
 from zckpt.adapters.peft import adapter_configs
 from zckpt.adapters.trees import subtree
 from zckpt.engines.contract import EngineAdapter, UsingMethod
+from zckpt.engines.group import RankGroup, rank_group_of
 from zckpt.engines.tensors import (
     dtype_name,
     holdings,
@@ -47,7 +48,6 @@ if TYPE_CHECKING:
     from zckpt.adapters.flats import ParameterRange
     from zckpt.adapters.kind import Kind
     from zckpt.engines.contract import Stored
-    from zckpt.engines.group import RankGroup
 
 
 T = TypeVar("T", bound=torch.Tensor)
@@ -72,7 +72,7 @@ class ModuleAdapter(EngineAdapter):
     @cached_property
     def group(self) -> RankGroup:
         """The ranks of the engine."""
-        raise NotImplementedError
+        return rank_group_of(self.process_group(self.engine))
 
     @property
     def device(self) -> torch.device:

@@ -22,7 +22,7 @@ from zckpt.transfer.torch_dtypes import TORCH_DTYPES
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator, Mapping
 
-    from zckpt.adapters.bitsandbytes import Gathered
+    from zckpt.adapters.extra_state import Gathered
     from zckpt.adapters.flats import FlatBuffer
     from zckpt.adapters.module_adapter import ModuleAdapter
     from zckpt.engines.contract import Selection

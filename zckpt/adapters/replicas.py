@@ -43,7 +43,11 @@ class Replicated(Kind):
 
     @classmethod
     def unsupported(cls, wrapper: Any, parameters: Mapping[str, Any], local_tensors: LocalTensors) -> Iterator[str]:
-        yield from unsupported(parameters)
+        # Elements that do not lie in order cannot be divided between the ranks.
+        for name, parameter in parameters.items():
+            if not lies_in_order(parameter):
+                yield f"a parameter that is not contiguous: {name}"
+                return
 
     def tier(self, part: str) -> Tier:
         return Tier.DEVICE
@@ -95,15 +99,6 @@ class Replicated(Kind):
                 each()
 
         return gather
-
-
-def unsupported(parameters: Mapping[str, torch.Tensor]) -> Iterator[str]:
-    """Yields a phrase if the elements of a parameter do not lie in order, because they cannot be divided between the
-    ranks."""
-    for name, parameter in parameters.items():
-        if not lies_in_order(parameter):
-            yield f"a parameter that is not contiguous: {name}"
-            return
 
 
 def gathering(tensors: Sequence[torch.Tensor], group: RankGroup) -> Callable[[], None]:

@@ -28,7 +28,7 @@ def counters_of(state: Mapping[str, Any]) -> dict[str, int]:
 
 def subtree(state: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     """Returns the mapping that ``state`` has at ``key``. Raises FormatError if there is none."""
-    if not isinstance(state.get(key), Mapping):
+    tree = state.get(key)
+    if not isinstance(tree, Mapping):
         raise FormatError(f"state: {key} is missing or not a mapping")
-    tree: Mapping[str, Any] = state[key]
     return tree

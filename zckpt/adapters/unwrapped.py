@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from zckpt.adapters import replicas
 from zckpt.adapters.flats import FlatBuffer, ParameterRange, foreign, moments
+from zckpt.adapters.replicas import Replicated
 from zckpt.engines.tensors import is_zero, local_of
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from zckpt.adapters.local_tensors import LocalTensors
 
 
-class Unwrapped(replicas.Replicated):
+class Unwrapped(Replicated):
     """Reads and restores an optimizer that updates the model's own parameters. ``Kind`` documents the members."""
 
     def __init__(self, wrapper: Any, parameters: Mapping[str, Any], local_tensors: LocalTensors) -> None:
@@ -31,7 +31,7 @@ class Unwrapped(replicas.Replicated):
     @classmethod
     def unsupported(cls, wrapper: Any, parameters: Mapping[str, Any], local_tensors: LocalTensors) -> Iterator[str]:
         flats = list(cls._updated(wrapper))
-        yield from replicas.unsupported(parameters)
+        yield from super().unsupported(wrapper, parameters, local_tensors)
         yield from foreign(parameters, (parameter for _, of_flat, _ in flats for parameter in of_flat))
         # torch's Adagrad makes a state for each parameter when it is created. Those that were made before the wrapper
         # replaced the parameters by master weights are still there, but nobody reads them.

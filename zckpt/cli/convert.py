@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 
 import zckpt
 from zckpt.cli import output
-from zckpt.cli.launched import launched
 
 if TYPE_CHECKING:
     import argparse
@@ -61,7 +60,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    with launched() as rank:
+    with output.launched() as rank:
         converted = zckpt.convert(
             arguments.source, arguments.destination, to=arguments.to, tag=arguments.tag, stage=arguments.stage,
             world_size=arguments.world_size, overwrite=arguments.overwrite, progress=output.progress_bar(),

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 import zckpt
 from zckpt.cli import output
-from zckpt.cli.launched import launched
 from zckpt.errors import printable
 
 if TYPE_CHECKING:
@@ -40,7 +39,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    with launched() as rank:
+    with output.launched() as rank:
         path = zckpt.cp(
             arguments.source,
             arguments.destination,

@@ -13,7 +13,6 @@ import math
 
 import zckpt
 from zckpt.cli import output
-from zckpt.cli.launched import launched
 
 EXAMPLES = """
   zckpt diff checkpoints/global_step100 checkpoints/global_step200
@@ -46,7 +45,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    with launched() as rank:
+    with output.launched() as rank:
         difference = zckpt.diff(
             arguments.a,
             arguments.b,

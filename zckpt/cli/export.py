@@ -14,7 +14,6 @@ from dataclasses import asdict
 
 import zckpt
 from zckpt.cli import output
-from zckpt.cli.launched import launched
 
 EXAMPLES = """
   zckpt export checkpoints llama-sft --dtype bf16 --config Llama-3.1-8B
@@ -67,7 +66,7 @@ def _size(text: str) -> int:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    with launched() as rank:
+    with output.launched() as rank:
         exported = zckpt.export(
             arguments.path,
             arguments.out,

@@ -124,7 +124,6 @@ def _ranks(holders: Holders) -> str:
 
 
 def _print_tree(rows: Sequence[Row]) -> None:
-    from rich.text import Text
     from rich.tree import Tree
 
     sums: dict[str, list[int]] = {}
@@ -134,7 +133,7 @@ def _print_tree(rows: Sequence[Row]) -> None:
             sum_ = sums.setdefault(module, [0, 0])
             sum_[0] += 1
             sum_[1] += info.nbytes
-    root = Tree(Text(_total(rows)))
+    root = Tree(_total(rows))
     nodes: dict[str, Tree] = {}
     for info, _ in rows:
         parent, parent_path = root, ""
@@ -147,10 +146,10 @@ def _print_tree(rows: Sequence[Row]) -> None:
             if module not in nodes:
                 tensors, nbytes = sums[module]
                 label = module.removeprefix(parent_path).lstrip("/.")
-                nodes[module] = parent.add(Text(f"{label}  {_count(tensors, nbytes)}"))
+                nodes[module] = parent.add(f"{label}  {_count(tensors, nbytes)}")
             parent, parent_path = nodes[module], module
         label = info.key.removeprefix(parent_path).lstrip("/.")
-        parent.add(Text(f"{label}  {info.torch_name} {list(info.shape)}, {output.size(info.nbytes)}"))
+        parent.add(f"{label}  {info.torch_name} {list(info.shape)}, {output.size(info.nbytes)}")
     output.print_tree(root)
 
 

@@ -114,6 +114,22 @@ def unguarded() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def launched() -> Iterator[int]:
+    """Yields the rank of this process, which is 0 without a launcher. Under a launcher, the process group exists until
+    the block ends. Only rank 0 may print."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        yield 0
+        return
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    try:
+        yield dist.get_rank()
+    finally:
+        dist.destroy_process_group()
+
+
 def progress_bar() -> ProgressBar:
     """Returns a progress bar. It has no text of a checkpoint, and draws its line with characters that are not
     printable, so it is not guarded."""

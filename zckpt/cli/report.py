@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 import zckpt
 from zckpt.cli import output
-from zckpt.cli.launched import launched
 from zckpt.errors import CheckpointNotFoundError, printable
 
 if TYPE_CHECKING:
@@ -55,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
     if len(arguments.paths) > 1 and arguments.paths[-1].endswith(".html"):
         raise CheckpointNotFoundError(f"{arguments.paths[-1]} is not a checkpoint", hint="name the page by -o or --out")
     find_libraries()  # If a package is missing, this says so before torch is imported.
-    with launched() as rank:
+    with output.launched() as rank:
         path = zckpt.report(
             arguments.paths,
             arguments.out,

@@ -14,7 +14,6 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from zckpt.cli import output
-from zckpt.cli.launched import launched
 
 if TYPE_CHECKING:
     import argparse
@@ -37,7 +36,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    with launched() as rank:
+    with output.launched() as rank:
         infos, statistics = _statistics(arguments.path, arguments.keys)
         if rank == 0:
             if arguments.json:
@@ -45,7 +44,8 @@ def run(arguments: argparse.Namespace) -> int:
             elif len(infos) == 1:
                 _print_one(infos[0], statistics[0])
             else:
-                _print_several(infos, statistics)
+                rows = ((*_numbers(of_tensor), info.key) for info, of_tensor in zip(infos, statistics, strict=True))
+                output.print_table((*_NUMBERS, "key"), rows, numbers=_NUMBERS)
     return 0
 
 
@@ -117,11 +117,6 @@ def _print_one(info: TensorInfo, statistics: Statistics) -> None:
         ),
         numbers=("rank", "copy", "elements", "bytes of the file"),
     )
-
-
-def _print_several(infos: Sequence[TensorInfo], statistics: Sequence[Statistics]) -> None:
-    rows = ((*_numbers(of_tensor), info.key) for info, of_tensor in zip(infos, statistics, strict=True))
-    output.print_table((*_NUMBERS, "key"), rows, numbers=_NUMBERS)
 
 
 _NUMBERS = ("min", "max", "mean", "norm", "NaN", "infinite", "zeros")

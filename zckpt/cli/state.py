@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from rich.tree import Tree
 
-    from zckpt.checkpoint.listing.tensors import TensorInfo
-
 EXAMPLES = """
   zckpt state checkpoints
   zckpt state checkpoints client_state
@@ -111,22 +109,19 @@ def _plain(value: Any) -> Any:
 
 
 def _print(value: Any, name: str) -> None:
-    from rich.text import Text
     from rich.tree import Tree
 
-    root = Tree(Text(_line(name, value)))
+    root = Tree(_line(name, value))
     _add(root, value)
     output.print_tree(root)
 
 
 def _add(node: Tree, value: Any) -> None:
-    from rich.text import Text
-
     if _is_short(value):
         return
     rows = value.items() if isinstance(value, dict) else ((f"[{number}]", item) for number, item in enumerate(value))
     for name, item in rows:
-        _add(node.add(Text(_line(str(name), item))), item)
+        _add(node.add(_line(str(name), item)), item)
 
 
 def _line(name: str, value: Any) -> str:
@@ -152,8 +147,6 @@ def _text(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         items = ", ".join(map(_text, value))
         return f"[{items}]" if isinstance(value, list) else f"({items})"
-    return repr(value) if value is None or isinstance(value, (bool, int, float, str, dict)) else _tensor(value)
-
-
-def _tensor(info: TensorInfo) -> str:
-    return f"{info.torch_name} {list(info.shape)}"
+    if value is None or isinstance(value, (bool, int, float, str, dict)):
+        return repr(value)
+    return f"{value.torch_name} {list(value.shape)}"

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 import zckpt
 from zckpt.cli import output
-from zckpt.cli.launched import launched
 
 if TYPE_CHECKING:
     import argparse
@@ -36,7 +35,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    with launched() as rank:
+    with output.launched() as rank:
         report = zckpt.validate(arguments.path, level=arguments.level, progress=output.progress_bar())
         if rank == 0:
             output.print_text(report.to_json() if arguments.json else report)

@@ -42,17 +42,17 @@ def prepare(original: Callable[..., Any], accelerator: Any, *args: Any, **option
 
 def save_weights(original: Callable[..., None], *args: Any, **options: Any) -> None:
     call = _bound(original, args, options)
-    _save(original, call, f"{FSDP_MODEL}{call['model_index']}", only_weights=True)
+    _save(original, call, FSDP_MODEL, call["model_index"], only_weights=True)
 
 
 def save_optimizer(original: Callable[..., None], *args: Any, **options: Any) -> None:
     call = _bound(original, args, options)
-    _save(original, call, f"{FSDP_OPTIMIZER}{call['optimizer_index']}", only_weights=False)
+    _save(original, call, FSDP_OPTIMIZER, call["optimizer_index"], only_weights=False)
 
 
 def load_weights(original: Callable[..., Any], *args: Any, **options: Any) -> Any:
     call = _bound(original, args, options)
-    if not _load(call, f"{FSDP_MODEL}{call['model_index']}", "weights"):
+    if not _load(call, FSDP_MODEL, call["model_index"], "weights"):
         return original(*args, **options)
     from torch.nn.modules.module import _IncompatibleKeys
 
@@ -61,25 +61,25 @@ def load_weights(original: Callable[..., Any], *args: Any, **options: Any) -> An
 
 def load_optimizer(original: Callable[..., None], *args: Any, **options: Any) -> None:
     call = _bound(original, args, options)
-    name = f"{FSDP_OPTIMIZER}{call['optimizer_index']}"
-    if not _load(call, name, "optimizer"):
+    number = call["optimizer_index"]
+    if not _load(call, FSDP_OPTIMIZER, number, "optimizer"):
         original(*args, **options)
         if is_enabled() and not _why_left(call["fsdp_plugin"]):
-            take_step(_state(call["accelerator"], _number(name)))
+            take_step(_state(call["accelerator"], number))
 
 
-def _save(original: Callable[..., None], call: dict[str, Any], name: str, *, only_weights: bool) -> None:
-    state = _attached_state(call, name)
+def _save(original: Callable[..., None], call: dict[str, Any], prefix: str, number: int, *, only_weights: bool) -> None:
+    state = _attached_state(call, number)
     if state is None:
         original(**call)
     else:
-        save_model(state, call["output_dir"], name, _ACCELERATE, only_weights=only_weights)
+        save_model(state, call["output_dir"], f"{prefix}{number}", _ACCELERATE, only_weights=only_weights)
 
 
-def _load(call: Mapping[str, Any], name: str, what: Literal["weights", "optimizer"]) -> bool:
+def _load(call: Mapping[str, Any], prefix: str, number: int, what: Literal["weights", "optimizer"]) -> bool:
     """Returns whether there was a checkpoint of zckpt. Accelerate lets its callers pass the directory of the checkpoint
     itself, too."""
-    state, run = _attached_state(call, name), os.path.normpath(call["input_dir"])
+    state, run, name = _attached_state(call, number), os.path.normpath(call["input_dir"]), f"{prefix}{number}"
     if os.path.basename(run) == name:
         run = os.path.dirname(run)
     return state is not None and load_model(state, run, name, _ACCELERATE, what) is not None
@@ -92,25 +92,19 @@ def _bound(original: Callable[..., Any], args: Sequence[Any], options: Mapping[s
     return bound.arguments
 
 
-def _attached_state(call: Mapping[str, Any], name: str) -> TrainState | None:
-    """Returns the TrainState that zckpt saves and loads, or None if Accelerate does it itself. ``name``: the name of
-    the checkpoint, which ends in the number of the model. If a model has adapters, zckpt saves the frozen weights too,
-    and the checkpoints share them. Collective."""
+def _attached_state(call: Mapping[str, Any], number: int) -> TrainState | None:
+    """Returns the TrainState that zckpt saves and loads, or None if Accelerate does it itself. ``number``: that of the
+    model. If a model has adapters, zckpt saves the frozen weights too, and the checkpoints share them. Collective."""
     accelerator = call["accelerator"]
     if not is_enabled() or not call.get("use_dcp", True):  # Without DCP, Accelerate writes files for other programs.
         return None
     reason = _why_left(call["fsdp_plugin"])
     if not reason:
-        state = _state(accelerator, _number(name))
+        state = _state(accelerator, number)
         return state if can_save(state, _ACCELERATE) else None
     if accelerator.process_index == 0:
         leave_to(_ACCELERATE, reason)
     return None
-
-
-def _number(name: str) -> int:
-    """Returns the number of the model to which a checkpoint belongs, from the name of its directory."""
-    return int(name.rpartition("_")[2])
 
 
 def _why_left(plugin: Any) -> str:

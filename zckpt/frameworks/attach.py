@@ -269,9 +269,8 @@ def attach_all(*, on_attach: Callable[[Any], None] | None = None, **options: Unp
         TypeError: there is no such option.
     """
     refuse_unknown("zckpt.attach_all", options, ("on_attach", *_Options.__annotations__))
-    fsdp_models.enable(
-        _write_options(**options), options.get("full_every") or 1, options.get("settings", "checkpoint"), on_attach
-    )
+    of_writes, full_every = _write_options(**options), options.get("full_every") or 1
+    fsdp_models.enable(fsdp_models.Options(of_writes, full_every, options.get("settings", "checkpoint"), on_attach))
     patches.replace_functions()
     try:
         import deepspeed

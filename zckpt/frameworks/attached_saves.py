@@ -26,18 +26,9 @@ if TYPE_CHECKING:
 
 
 def save(engine: object, saves: Saves, options: WriteOptions, run: StrPath, path: str, ranks: Ranks) -> None:
-    """Writes a checkpoint of an attached engine. If it is not the turn of a full one, it leaves out what the optimizer
-    keeps for each weight. Collective.
-
-    Args:
-        engine: the engine.
-        saves: the count of its saves.
-        options: the options of the write. With ``latest``, the file ``latest`` names the checkpoint, unless it names a
-            full one and this one is not full.
-        run: the directory that has the file ``latest``.
-        path: the directory of the checkpoint.
-        ranks: the ranks of the engine.
-    """
+    """Writes a checkpoint of an attached engine into the directory ``path``. If it is not the turn of a full one, it
+    leaves out what the optimizer keeps for each weight. If the options have ``latest``, the file ``latest`` in the
+    directory ``run`` names the checkpoint, unless it names a full one and this one is not full. Collective."""
     step, latest, exclude = adapt(engine).step, options.latest, options.exclude
     wait_for(ranks)  # The write before this one has to be committed, because its checkpoint may be the full one.
     number = saves.begin(run, path, step)

@@ -43,30 +43,24 @@ _told: set[str] = set()
 """The warnings that were given already."""
 
 
-class _Options(NamedTuple):
+class Options(NamedTuple):
     """What ``attach_all`` was called with."""
 
     of_writes: WriteOptions
     full_every: int
     settings: str
     on_attach: Callable[[Any], None] | None
+    """A function that is called with each new TrainState, or None."""
 
 
-_options: _Options | None = None
+_options: Options | None = None
 """None if the frameworks save and load these models themselves."""
 
 
-def enable(options: WriteOptions, full_every: int, settings: str, on_attach: Callable[[Any], None] | None) -> None:
-    """Makes zckpt save and load the FSDP2 models of frameworks from now on. A second call changes nothing.
-
-    Args:
-        options: the options of the writes.
-        full_every: every how many saves hold the whole state, as for ``zckpt.attach``.
-        settings: as for ``zckpt.restore``.
-        on_attach: a function that is called with each new TrainState, or None.
-    """
+def enable(options: Options) -> None:
+    """Makes zckpt save and load the FSDP2 models of frameworks from now on. A second call changes nothing."""
     global _options  # noqa: PLW0603  the frameworks cannot pass an object through to the functions below
-    _options = _options or _Options(options, full_every, settings, on_attach)
+    _options = _options or options
 
 
 def is_enabled() -> bool:
@@ -78,10 +72,8 @@ def attach_state(model: Any, optimizers: Any) -> TrainState:
     """Returns the TrainState with which zckpt saves and loads a model. It is made when it is first asked for, which
     should be before the first step, because it counts the steps. ``enable`` has to be called before.
 
-    Args:
-        model: the model, as the framework trains it.
-        optimizers: its optimizer, or a sequence of optimizers. None or an empty sequence is for a model that is only
-            evaluated.
+    ``model``: as the framework trains it. ``optimizers``: its optimizer, or a sequence of optimizers. None or an empty
+    sequence is for a model that is only evaluated.
     """
     state = train_state_of(model, optimizers)
     if saves_of(state) is None:
@@ -134,16 +126,11 @@ def save_model(
     client_state: Mapping[str, Any] | None = None,
     step: int | None = None,
 ) -> None:
-    """Writes a checkpoint of a model. Collective.
+    """Writes a checkpoint of a model, whose ``state`` is that of ``attach_state``. Collective.
 
-    Args:
-        state: what ``attach_state`` has returned for the model.
-        run: the directory that the framework has made for this save.
-        name: the name of the checkpoint in this directory.
-        framework: the name of the framework, for error messages.
-        only_weights: whether nothing of the optimizer is saved.
-        client_state: what the framework saves beside the model.
-        step: the number of the step, as for ``zckpt.write``.
+    ``run``: the directory that the framework has made for this save. ``name``: the name of the checkpoint in it.
+    ``framework``: the name of the framework, for error messages. ``only_weights``: whether nothing of the optimizer is
+    saved. ``client_state``: what the framework saves beside the model. ``step``: as for ``zckpt.write``.
     """
     saves, path = saves_of(state), str(Location.of(run).child(name))
     ranks = Ranks(group_of(state), call=framework)
@@ -174,14 +161,8 @@ def load_model(
     directory nor that of its copies has a checkpoint of zckpt, and if a later save of the framework itself has put
     PyTorch's files beside it. Collective.
 
-    Args:
-        state: what ``attach_state`` has returned for the model.
-        run: the directory that the framework has made for the save.
-        name: the name of the checkpoint in this directory.
-        framework: the name of the framework, for error messages.
-        what: all of the state; only the weights; or all that belongs to the optimizer, after a call has restored the
-            weights.
-        strict: as for ``zckpt.restore``.
+    The first four arguments are those of ``save_model``. ``what``: all of the state; only the weights; or all that
+    belongs to the optimizer, after a call has restored the weights. ``strict``: as for ``zckpt.restore``.
     """
     saves, ranks = saves_of(state), Ranks(group_of(state), call=framework)
     assert saves

@@ -58,11 +58,10 @@ def kind_of(folder: str) -> DirectoryKind:
     if contents is None:
         return DirectoryKind.UNFINISHED
     ranks = contents.manifest.world_size
-    of_ranks = [rng_file(rank, ranks) for rank in range(ranks)]
+    expected = [rng_file(rank, ranks) for rank in range(ranks)]
     engine = contents.plain_state.get("engine")
-    expected = of_ranks
     if isinstance(engine, dict) and engine.get("scheduler") is None:  # then Trainer has the scheduler
-        expected = [*of_ranks, SCHEDULER]
+        expected.append(SCHEDULER)
     # With save_only_model, Trainer writes none of these files.
     if not {*expected, SCHEDULER}.isdisjoint(os.listdir(folder)) and not all(
         zipfile.is_zipfile(os.path.join(folder, name)) for name in expected
@@ -121,11 +120,8 @@ def kind_of_models(folder: str) -> DirectoryKind:
         return DirectoryKind.FOREIGN if any(Path(folder).glob("**/*optim*")) else DirectoryKind.UNFINISHED
     if None in models:
         return DirectoryKind.UNFINISHED
-    return (
-        DirectoryKind.FULL
-        if all(model and model.lineage.use is Use.RESUME for model in models)
-        else DirectoryKind.WEIGHTS
-    )
+    is_full = all(model and model.lineage.use is Use.RESUME for model in models)
+    return DirectoryKind.FULL if is_full else DirectoryKind.WEIGHTS
 
 
 def is_last_to_resume(folder: str) -> bool:

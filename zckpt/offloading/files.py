@@ -83,11 +83,6 @@ class Moved:
         data_file = self.saved.data_file
         return len(data_file.header) + int(data_file.pieces.start[self.number])
 
-    def drop(self) -> None:
-        """Gives up the bytes that were written."""
-        if self.saved is not None:
-            self.saved.file.close()
-
     def file_range(self, offset: int, nbytes: int) -> ScratchRange:
         """Returns the range of the scratch file that has these bytes of the storage."""
         assert self.saved is not None

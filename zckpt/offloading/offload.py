@@ -311,10 +311,10 @@ class _RankOffload:
 
     def begin(self, pending: BackgroundWork | None) -> None:
         """Makes every call that uses the engine wait for ``pending``, and check what is offloaded, from now on."""
-        out = away_of(self._engine) or MovedStorages(self._engine, self._adapter.uses())
+        self._out = away_of(self._engine) or MovedStorages(self._engine, self._adapter.uses())
         if pending is not None:
             pending.stand_by()
-            out.wait = pending.wait_until_ended
+            self._out.wait = pending.wait_until_ended
 
     def write(self, snapshot: Snapshot, *, background: bool) -> None:
         wait_for_closing()
@@ -324,10 +324,8 @@ class _RankOffload:
     def detach(self, *, compare: bool) -> None:
         """Takes the memory away from the engine. With ``compare``, gives back what other code has changed since it was
         written."""
-        out = away_of(self._engine)
-        assert out is not None, "``begin`` was called"
         synchronize(self._adapter.devices)
-        out.detach(self._moved)
+        self._out.detach(self._moved)
         if not compare:
             return
         same = unchanged(self._moved, self._budget)
@@ -335,13 +333,11 @@ class _RankOffload:
         if changed:
             parts = ", ".join(in_order({part for record in changed for part in record.parts}))
             logger.warning("%s has been changed while zckpt.offload wrote it to disk, and stays in memory", parts)
-            out.attach([*changed])
+            self._out.attach([*changed])
             self._moved = same
 
     def free(self, parts: Collection[str]) -> None:
-        out = away_of(self._engine)
-        assert out is not None, "``begin`` was called"
-        out.free(parts)
+        self._out.free(parts)
         self.decide_auto()
         give_back(self._adapter.devices)
 
@@ -357,7 +353,8 @@ class _RankOffload:
 
     def give_up(self) -> None:
         for moved in self._moved:
-            moved.drop()
+            if moved.saved is not None:
+                moved.saved.file.close()
         out = away_of(self._engine)
         if out is not None:
             detached = [moved for moved in self._moved if moved.memory is not None]

@@ -12,11 +12,11 @@ import torch
 from zckpt.adapters import optimizer
 from zckpt.adapters.deepspeed import data_sampler, refuse, scaler
 from zckpt.adapters.deepspeed.experts import AutoExperts, MoeExperts, auto_experts_of
-from zckpt.adapters.deepspeed.group import group_of_engine, process_group
+from zckpt.adapters.deepspeed.group import process_group
 from zckpt.adapters.deepspeed.local_tensors import local_tensors_of, tensor_parallel_ranks
 from zckpt.adapters.deepspeed.pipeline_stage import PipelineStage
 from zckpt.adapters.deepspeed.restoring import DeepSpeedRestoring, rng_tracker
-from zckpt.adapters.deepspeed.setup import parallelism, setup_of
+from zckpt.adapters.deepspeed.setup import Setup, parallelism
 from zckpt.adapters.deepspeed.wrapper import kind_of
 from zckpt.adapters.deepspeed.zero12 import uses_muon
 from zckpt.adapters.module_adapter import ModuleAdapter
@@ -31,17 +31,16 @@ from zckpt.errors import UnsupportedError
 from zckpt.plan.inventory import BUFFER, GRADIENT, PARAM
 from zckpt.transfer.memory import why_no_memory
 from zckpt.transfer.stored import values_digest
+from zckpt.transfer.torch_dtypes import torch_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from torch.distributed import ProcessGroup
 
-    from zckpt.adapters.deepspeed.setup import Setup
     from zckpt.adapters.kind import Kind
     from zckpt.adapters.local_tensors import LocalTensor
     from zckpt.engines.contract import Selection
-    from zckpt.engines.group import RankGroup
 
 
 class DeepSpeedAdapter(ModuleAdapter):
@@ -179,10 +178,6 @@ class DeepSpeedAdapter(ModuleAdapter):
     def restoring(self, selection: Selection) -> DeepSpeedRestoring:
         return DeepSpeedRestoring(self, selection)
 
-    @cached_property
-    def group(self) -> RankGroup:
-        return group_of_engine(self.engine)
-
     @property
     def device(self) -> torch.device:
         return torch.device(self.engine.device)
@@ -237,8 +232,22 @@ class DeepSpeedAdapter(ModuleAdapter):
         return auto_experts_of(self.engine, self.module)
 
     def _setup(self) -> Setup:
-        own_names, divided = self._auto_experts.own_names, self.names_differ or self._auto_experts.any
-        return setup_of(self.engine, self.parameters[0], self._groups(), own_names, divided=divided)
+        engine, zero = self.engine, self.engine._config.zero_config
+        dtype, grad_accum_dtype = engine.get_data_types()
+        return Setup(
+            stage=int(engine.zero_optimization_stage()),
+            dtype=torch_name(dtype),
+            grad_accum_dtype=torch_name(grad_accum_dtype),
+            gradient_clipping=float(engine.gradient_clipping()),
+            sub_group_size=int(zero.sub_group_size),
+            round_robin_gradients=bool(zero.round_robin_gradients),
+            parameter_alignment=bool(getattr(zero, "parameter_alignment", False)),  # DeepSpeed has it since 0.19.
+            cpu_offload=bool(engine.zero_cpu_offload()),
+            other_dtypes={name: torch_name(p.dtype) for name, p in self.parameters[0].items() if p.dtype != dtype},
+            groups=self._groups(),
+            divided=self.names_differ or self._auto_experts.any,
+            own_names=self._auto_experts.own_names,
+        )
 
     def _groups(self) -> list[list[str]] | None:
         """Returns the value of ``Setup.groups``: the names of the parameters of each param group, or None unless the

@@ -6,13 +6,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from zckpt.engines.group import RankGroup, rank_group_of
-
-
-def group_of_engine(engine: Any) -> RankGroup:
-    """Returns the ranks of a DeepSpeed engine."""
-    return rank_group_of(process_group(engine))
-
 
 def process_group(engine: Any) -> dist.ProcessGroup | None:
     """Returns the process group of the engine's ranks, or None if these are all ranks of the job.

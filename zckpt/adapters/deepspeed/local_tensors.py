@@ -70,7 +70,7 @@ def local_tensors_of(
     # A stage of a pipeline, and a model that AutoTP does not know, may have no layer that is cut.
     patterns = _patterns_of(engine, parameters) if tensor_ranks.size > 1 else {}
     told = tensor_ranks.size == 1 or stage.divided or _autotp_describes(engine) or bool(patterns)
-    if not told and not any(map(_is_cut, parameters.values())):
+    if not told and not any(hasattr(each, _MAP) or _is_parallel(each) for each in parameters.values()):
         raise UnsupportedError(
             f"the engine has tensor parallelism over {tensor_ranks.size} ranks, of which no parameter tells how it is "
             "cut",
@@ -146,10 +146,6 @@ def _autotp_describes(engine: Any) -> bool:
     of DeepSpeed have AutoTP without these descriptions."""
     has_autotp = hasattr(engine, "autotp_size") and engine.autotp_size() > 1
     return has_autotp and hasattr(sys.modules.get("deepspeed.checkpoint.constants"), "DS_AUTOTP_UC_META")
-
-
-def _is_cut(parameter: Any) -> bool:
-    return hasattr(parameter, _MAP) or _is_parallel(parameter)
 
 
 def _is_parallel(parameter: Any) -> bool:

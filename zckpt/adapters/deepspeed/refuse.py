@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zckpt.adapters.deepspeed.classes import is_a
-from zckpt.adapters.deepspeed.group import group_of_engine, process_group, process_group_of_owners
+from zckpt.adapters.deepspeed.group import process_group, process_group_of_owners
 from zckpt.adapters.deepspeed.wrapper import kind_of
 from zckpt.adapters.scheduler import unsupported_scheduler
 from zckpt.engines.group import ranks_of
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from zckpt.adapters.deepspeed.adapter import DeepSpeedAdapter
+    from zckpt.adapters.kind import Kind
 
 SUPPORTED = (
     "supported: ZeRO stages 0, 1, 2 and 3 (zero_optimization.stage) in bf16, fp16 or fp32, with any offload device; "
@@ -33,7 +34,7 @@ def unsupported(engine: Any, adapter: DeepSpeedAdapter) -> list[str]:
     kind = kind_of(engine)
     if reasons or kind is None:  # It is not known where another kind of wrapper keeps its parameters.
         return reasons
-    return [*_parameters(engine, adapter), *unsupported_scheduler(engine.lr_scheduler)]
+    return [*_parameters(engine, adapter, kind), *unsupported_scheduler(engine.lr_scheduler)]
 
 
 def _kind(engine: Any) -> Iterator[str]:
@@ -87,7 +88,7 @@ def _parallelism(engine: Any) -> Iterator[str]:
         if stages > 1 and not is_a(engine, "PipelineEngine"):
             yield f"pipeline parallelism (mpu, {stages} stages)"
     sequence = getattr(engine, "seq_parallel_group", None)
-    if sequence is not None and not {*ranks_of(sequence)} <= {*group_of_engine(engine).ranks}:
+    if sequence is not None and not {*ranks_of(sequence)} <= {*ranks_of(process_group(engine))}:
         yield (
             f"sequence parallelism over ranks {list(ranks_of(sequence))} by a device mesh below stage 3, where "
             "DeepSpeed lets the weights of these ranks drift apart"
@@ -112,24 +113,22 @@ def _features(engine: Any) -> Iterator[str]:
             break
 
 
-def _parameters(engine: Any, adapter: DeepSpeedAdapter) -> Iterator[str]:
+def _parameters(engine: Any, adapter: DeepSpeedAdapter, kind: type[Kind]) -> Iterator[str]:
     # Whatever would divide a tensor of another class into the shares of the ranks might call code of that class.
     tensors = chain(engine.module.named_parameters(), persistent_buffers(engine.module)[0].items())
     reasons = [*unsaveable(tensors)]
     if reasons:
         yield from reasons
         return
-    kind = kind_of(engine)
-    if kind is not None:
-        try:
-            local_tensors = adapter.local_tensors
-        except ValueError as error:
-            yield str(error)
-            return
-        yield from kind.unsupported(engine.optimizer, adapter.parameters[0], local_tensors)
-        for name in filter(adapter.experts.has, adapter.extra.tensors if adapter.experts.divided else ()):
-            yield f"{name}, which an expert adds to its state_dict: other ranks have the same name for other experts"
-            return
+    try:
+        local_tensors = adapter.local_tensors
+    except ValueError as error:
+        yield str(error)
+        return
+    yield from kind.unsupported(engine.optimizer, adapter.parameters[0], local_tensors)
+    for name in filter(adapter.experts.has, adapter.extra.tensors if adapter.experts.divided else ()):
+        yield f"{name}, which an expert adds to its state_dict: other ranks have the same name for other experts"
+        return
 
 
 def pending_gradients(engine: Any) -> Iterator[str]:

@@ -11,7 +11,7 @@ from zckpt.adapters.trees import counters_of, subtree
 from zckpt.engines import rng
 
 if TYPE_CHECKING:
-    from zckpt.adapters.bitsandbytes import Gathered
+    from zckpt.adapters.extra_state import Gathered
 
 
 class DeepSpeedRestoring(ModuleRestoring):

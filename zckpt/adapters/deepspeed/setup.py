@@ -13,12 +13,9 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from zckpt.errors import FormatError
-from zckpt.transfer.torch_dtypes import torch_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    import torch
 
 DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 """For each name of a dtype in DeepSpeed's configuration, torch's name of this dtype."""
@@ -105,31 +102,3 @@ def parallelism(**ranks: int) -> dict[str, str]:
     such as ``tensor=2``, or no entry if it is not divided."""
     told = ", ".join(f"{way} {size}" for way, size in ranks.items() if size > 1)
     return {"parallelism": told} if told else {}
-
-
-def setup_of(
-    engine: Any,
-    parameters: Mapping[str, torch.nn.Parameter],
-    groups: list[list[str]] | None,
-    own_names: Mapping[str, list[str]],
-    *,
-    divided: bool,
-) -> Setup:
-    """Returns the settings of a live engine. ``groups``, ``own_names`` and ``divided``: the values of these fields of
-    ``Setup``."""
-    zero = engine._config.zero_config
-    dtype, grad_accum_dtype = engine.get_data_types()
-    return Setup(
-        stage=int(engine.zero_optimization_stage()),
-        dtype=torch_name(dtype),
-        grad_accum_dtype=torch_name(grad_accum_dtype),
-        gradient_clipping=float(engine.gradient_clipping()),
-        sub_group_size=int(zero.sub_group_size),
-        round_robin_gradients=bool(zero.round_robin_gradients),
-        parameter_alignment=bool(getattr(zero, "parameter_alignment", False)),  # DeepSpeed has it since 0.19.
-        cpu_offload=bool(engine.zero_cpu_offload()),
-        other_dtypes={name: torch_name(p.dtype) for name, p in parameters.items() if p.dtype != dtype},
-        groups=groups,
-        divided=divided,
-        own_names=own_names,
-    )

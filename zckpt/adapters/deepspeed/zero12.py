@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from zckpt.adapters import replicas
 from zckpt.adapters.flats import FlatBuffer, consecutive, cut_together, foreign, momentum_of_muon
 from zckpt.adapters.local_tensors import owner_mismatch
+from zckpt.adapters.replicas import Replicated
 from zckpt.engines.group import rank_group_of
 from zckpt.engines.tensors import holdings
 from zckpt.format.names import Tier
@@ -48,7 +48,7 @@ class ZeroGroup(NamedTuple):
     These are all parameters of which this rank's partition has any elements."""
 
 
-class Zero12(replicas.Replicated):
+class Zero12(Replicated):
     """Reads and restores DeepSpeed's ``DeepSpeedZeroOptimizer``. ``Kind`` documents the members."""
 
     MEMORY: ClassVar = {
@@ -78,7 +78,7 @@ class Zero12(replicas.Replicated):
     def unsupported(cls, wrapper: Any, parameters: Mapping[str, Any], local_tensors: LocalTensors) -> Iterator[str]:
         names = {id(parameter): name for name, parameter in parameters.items()}
         groups = list(cls._groups(wrapper))
-        yield from replicas.unsupported(parameters)
+        yield from super().unsupported(wrapper, parameters, local_tensors)
         yield from foreign(parameters, (parameter for group in groups for parameter in group.parameters))
         known = (
             (names[id(parameter)], group.process_group)

@@ -14,14 +14,18 @@ import torch.distributed as dist
 from zckpt.adapters import optimizer
 from zckpt.adapters.module_adapter import ModuleAdapter, Named
 from zckpt.adapters.module_restoring import ModuleRestoring
-from zckpt.adapters.pytorch.local_tensors import local_tensors_of
 from zckpt.adapters.pytorch.optimizers import Optimizers
-from zckpt.adapters.pytorch.parameters import Parameters, drop_unsharded_gradients, reshard, unsharded_gradients
+from zckpt.adapters.pytorch.parameters import (
+    Parameters,
+    drop_unsharded_gradients,
+    local_tensors_of,
+    reshard,
+    unsharded_gradients,
+)
 from zckpt.adapters.scheduler import unsupported_scheduler
 from zckpt.adapters.trees import COUNTERS, counters_of
 from zckpt.engines import rng
 from zckpt.engines.contract import UsingMethod
-from zckpt.engines.group import rank_group_of
 from zckpt.engines.hooks import call_before
 from zckpt.engines.shards import is_sharded
 from zckpt.engines.tensors import holdings, local_of, persistent_buffers, unsaveable, unwrapped
@@ -33,10 +37,9 @@ if TYPE_CHECKING:
 
     from torch.distributed import ProcessGroup
 
-    from zckpt.adapters.bitsandbytes import Gathered
+    from zckpt.adapters.extra_state import Gathered
     from zckpt.adapters.local_tensors import LocalTensor
     from zckpt.engines.contract import Selection
-    from zckpt.engines.group import RankGroup
     from zckpt.plan.inventory import Holding
 
 SUPPORTED = "supported: one process, DistributedDataParallel, and FSDP2 (torch.distributed.fsdp.fully_shard)"
@@ -150,10 +153,6 @@ class TorchAdapter(ModuleAdapter):
 
     def restoring(self, selection: Selection) -> TorchRestoring:
         return TorchRestoring(self, selection)
-
-    @cached_property
-    def group(self) -> RankGroup:
-        return rank_group_of(self.process_group(self.engine))
 
     @property
     def device(self) -> torch.device:

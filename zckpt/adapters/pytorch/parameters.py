@@ -3,15 +3,19 @@ uses private attributes of FSDP2."""
 
 from __future__ import annotations
 
-from functools import cached_property
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from zckpt.adapters.flats import foreign
+from zckpt.adapters.local_tensors import LocalTensor
 from zckpt.adapters.unwrapped import Unwrapped
+from zckpt.engines.group import RankGroup
+from zckpt.engines.shards import is_sharded, replica_set, span_of
 from zckpt.engines.tensors import local_of
 from zckpt.format.names import Tier
+from zckpt.geometry import all_of
 from zckpt.transfer.memory import lies_in_order
 
 if TYPE_CHECKING:
@@ -32,10 +36,6 @@ class Parameters(Unwrapped):
         if wrapper is not None:
             yield from foreign(parameters, (p for param_group in wrapper.param_groups for p in param_group["params"]))
 
-    @property
-    def optimizer(self) -> Any:
-        return self._wrapper
-
     def tier(self, part: str) -> Tier:
         return self._tier
 
@@ -55,6 +55,25 @@ class Parameters(Unwrapped):
             for parameter in group["params"]:
                 if parameter.numel() and (parameter.requires_grad or wrapper.state_of(parameter)):
                     yield index, [parameter], wrapper.state.local(parameter)
+
+
+def local_tensors_of(parameters: Mapping[str, torch.Tensor], group: RankGroup) -> dict[str, LocalTensor]:
+    """Returns the local tensors of all parameters of a model. ``group``: the ranks of the engine. Raises ValueError,
+    with the name of the parameter in a phrase, as ``span_of`` does."""
+    local_tensors, alone = {}, RankGroup(None, 0, (group.ranks[group.rank],))
+    replicated = "every rank" if group.size > 1 else ""
+    # There may be very many tensors of the same shape.
+    equal, whole = cache(LocalTensor), cache(lambda shape: LocalTensor(all_of(shape), group, replicated))
+    for name, parameter in parameters.items():
+        if not is_sharded(parameter):
+            local_tensors[name] = whole(parameter.shape)
+            continue
+        try:
+            # Each rank reads all of its local tensor, because others may hold it only in part.
+            local_tensors[name] = equal(span_of(parameter), alone, replica_set(parameter, group.size))
+        except ValueError as error:
+            raise ValueError(f"{name}, which {error}") from error
+    return local_tensors
 
 
 def reshard(model: torch.nn.Module) -> None:

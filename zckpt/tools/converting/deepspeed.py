@@ -402,7 +402,7 @@ class _Reader:
                     yield Fragment(BUFFER, name, dtype, all_of(buffer.shape), copy=rank, data=data)
 
     def _setup(self) -> Setup:
-        """Returns what ``setup_of`` returns for a live engine. It is made from the configuration that was saved."""
+        """Returns the settings, as an adapter does for a live engine. They are those that were saved."""
         config, model = self._run.config, self._model
         zero = config.get("zero_optimization")
         zero = zero if isinstance(zero, dict) else {}
