@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
         try:
             found |= look()
         except (ImportError, OSError, RuntimeError) as error:  # such as a StorageError, or a device that fails
-            problems.append(str(error))
+            problems.append("; ".join(str(error).split("\n  ")))
     found["problems"] = problems
     if arguments.json:
         output.print_json(found)

@@ -192,7 +192,8 @@ def from_deepspeed(path: str, stage: int) -> list[float]:
     made of its checkpoint."""
     engine = make_engine(stage, frozen=True)
     train_engine(engine, 3)
-    zckpt.convert(zckpt.write(engine, f"{path}/written"), f"{path}/dcp", to="dcp")
+    converted = zckpt.convert(zckpt.write(engine, f"{path}/written"), f"{path}/dcp", to="dcp")
+    assert "the counters global_samples, micro_steps" in converted.missing
     ck = zckpt.open(f"{path}/written")
     saved: dict[str, Any] = {
         "model": {name: torch.zeros(info.shape, dtype=info.dtype) for name, info in ck.weights().items()},

@@ -30,6 +30,7 @@ from zckpt.adapters import optimizer
 from zckpt.adapters.trees import subtree
 from zckpt.checkpoint.listing.tensors import TensorInfo
 from zckpt.checkpoint.reading.state_dict import PlainValues, paths_of, tensors_by_name
+from zckpt.checkpoint.restoring.plan import engine_state
 from zckpt.engines.contract import without_left_out
 from zckpt.engines.state_dict import leaves_of
 from zckpt.errors import UnsupportedError, first_few
@@ -176,6 +177,14 @@ class DcpPlan:
         differing = [info.key for info in checkpoint.contents.values() if any(piece.copy for piece in info.pieces)]
         if differing:
             phrases.append(f"the values that ranks other than 0 have of {first_few(differing, 3)}")
+        engine = engine_state(checkpoint) or {}
+        counters = engine.get("counters")
+        # The reader takes the steps from the optimizer.
+        counted = [key for key, value in counters.items() if value and key != "global_steps"] if counters else []
+        if counted:
+            phrases.append(f"the counters {', '.join(counted)}")
+        if engine.get("scaler"):
+            phrases.append("the loss scale")
         own = (names.CLIENT_STATE, names.CLIENT_RANK_STATE)
         if not paths_of(checkpoint) and any(tree.get(key) for tree in trees for key in own):
             phrases.append("what each rank has of its own: rank_state, registered objects and its client_state")
