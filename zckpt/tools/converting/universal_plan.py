@@ -55,7 +55,7 @@ class _Parameter(NamedTuple):
 
 class UniversalPlan(DeepSpeedFolderPlan):
     """Plans the files of a folder that engines of stages 1 to 3 can load, with any number of ranks. The members raise
-    what ``to_universal`` raises for a checkpoint that does not fit."""
+    what ``to_deepspeed`` raises for a checkpoint that does not fit."""
 
     otherwise: ClassVar[str] = "restore it into an engine of the run with zckpt.restore"
     target: ClassVar[str] = "a Universal Checkpoint"
