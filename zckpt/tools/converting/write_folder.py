@@ -73,7 +73,7 @@ def write_folder(
             files_of_rank = (file for number, file in enumerate(plan.files()) if number in own_files)
             # Threads are started for each batch, so a batch has several small files.
             for files in batches(files_of_rank, lambda item: item.nbytes, WINDOW_BYTES_MAX, BATCH_FILES_MAX):
-                write_files(place.store, files, {}, filler, filler.budget)
+                write_files(place.store, files, {}, filler)
                 for directory in {file.name.rpartition("/")[0] for file in files} - {""}:
                     place.store.sync_names(directory)
 
