@@ -1,5 +1,4 @@
-"""Writes the files of an export, one window at a time. Each window is filled with tensors of a
-checkpoint."""
+"""Writes the files of an export, one window at a time. Each window is filled with tensors of a checkpoint."""
 
 from __future__ import annotations
 
