@@ -15,7 +15,6 @@ the file is written.
 
 from __future__ import annotations
 
-import os
 import secrets
 from contextlib import closing, suppress
 from typing import TYPE_CHECKING
@@ -27,6 +26,7 @@ from zckpt.format.limits import LATEST_BYTES_MAX
 from zckpt.storage.location import Location
 from zckpt.storage.schemes import open_store
 from zckpt.tools.converting.deepspeed_plan import DeepSpeedFolderPlan
+from zckpt.tools.converting.source import is_file_name
 from zckpt.tools.converting.universal_plan import UniversalPlan
 from zckpt.tools.converting.write_folder import write_folder
 from zckpt.tools.exporting.place import Place
@@ -86,12 +86,7 @@ def to_deepspeed(
 def _place(run: Location, tag: str, overwrite: bool, patterns: Sequence[str]) -> Place:
     """Returns the place of a folder with this name and with files of these patterns in the directory ``run``. Raises
     ValueError or CheckpointExistsError if the folder may not be made there."""
-    if (
-        tag in ("", ".", "..", names.LATEST, LATEST_UNIVERSAL)
-        or tag != os.path.basename(tag).strip()
-        or "\n" in tag
-        or "\0" in tag
-    ):
+    if not is_file_name(tag) or tag in (names.LATEST, LATEST_UNIVERSAL) or tag != tag.strip() or "\n" in tag:
         raise ValueError(f"tag must be the name of a directory, got {tag!r}")
     _check_latest(run)
     what = "checkpoint of DeepSpeed"

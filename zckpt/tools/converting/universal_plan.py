@@ -26,8 +26,8 @@ from zckpt.geometry import all_of, span_of
 from zckpt.plan.inventory import BUFFER, MASTER
 from zckpt.tools.converting.deepspeed_experts import EP_SIZE
 from zckpt.tools.converting.deepspeed_flats import flats
-from zckpt.tools.converting.deepspeed_folder import is_file_name
 from zckpt.tools.converting.deepspeed_plan import DEEPSPEED_VERSION, DeepSpeedFolderPlan
+from zckpt.tools.converting.source import is_file_name
 from zckpt.tools.exporting.plan import Extent
 from zckpt.tools.exporting.torch_file import Instance, Storage, View, torch_file
 
