@@ -123,7 +123,8 @@ class DeepSpeedFolderPlan:
     def infos(self) -> dict[str, TensorInfo]:
         """All tensors of the checkpoint by key, and the copies of buffers that single ranks have, by names that are not
         keys."""
-        return {**self.checkpoint.contents, **{name: self.checkpoint.contents[_key_of(name)] for name in self.copies}}
+        contents = self.checkpoint.contents
+        return {**contents, **{name: contents[name.partition("\n")[0]] for name in self.copies}}
 
     @cached_property
     def copies(self) -> dict[str, int]:
@@ -483,14 +484,9 @@ def _whole(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> View:
 
 
 def _copy(key: str, rank: int) -> str:
-    """Returns the name in ``DeepSpeedFolderPlan.infos`` of a rank's own copy of a tensor. It cannot be a key, because
-    no key contains a line break."""
+    """Returns the name in ``DeepSpeedFolderPlan.infos`` of a rank's own copy of a tensor: the key, a line break, which
+    no key contains, and the rank."""
     return f"{key}\n{rank}"
-
-
-def _key_of(name: str) -> str:
-    """Returns the key of the tensor of which ``_copy`` has made this name."""
-    return name.partition("\n")[0]
 
 
 def _sizes(shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, torch.Size]]:
