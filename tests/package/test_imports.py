@@ -87,7 +87,6 @@ OF_LOCAL_FILES = {
     "tools/converting/restricted_pickle.py",
     "tools/converting/source.py",  # reads files of other programs
     "frameworks/zero_to_fp32.py",  # writes files of other programs
-    "tools/converting/to_deepspeed.py",  # writes files of other programs
     "offloading/scratch.py",  # writes files that do not outlive the process
     "cli/run.py",  # runs a script
     "testing/store_data_contract.py",  # shares pages of a file outside of the store

@@ -214,7 +214,7 @@ def test_extents_of_a_merged_weight_are_merged(tmp_path: Path) -> None:
     tensor = OutputTensor("rows", "F32", (3, 5), (Extent(base, Span(box, 22, 30)), Extent(base, Span(box, 3, 10))))
     plan = ExportPlan((safetensors_file("x", [tensor]),))
     plan = with_merges(plan, {base: merge}, source.sources)
-    write_files(open_store(tmp_path), plan.files, plan.sources, source, source.budget)
+    write_files(open_store(tmp_path), plan.files, plan.sources, source)
     merged = model.merge_and_unload().state_dict()["0.weight"].flatten()
     assert torch.equal(load_file(tmp_path / "x")["rows"].flatten(), torch.cat([merged[22:], merged[3:10]]))
 

@@ -17,7 +17,7 @@ from zckpt.tools.converting import formats
 from zckpt.tools.converting.dcp_folder import read_accelerate, read_dcp, read_torch_file
 from zckpt.tools.converting.deepspeed import read_deepspeed
 from zckpt.tools.converting.hugging_face import read_hugging_face
-from zckpt.tools.converting.to_deepspeed import to_deepspeed, to_universal
+from zckpt.tools.converting.to_deepspeed import to_deepspeed
 from zckpt.tools.converting.write import write_source
 
 if TYPE_CHECKING:
@@ -156,10 +156,8 @@ def convert(
         source_format, path = ranks.first(look, "look at the source")
         if to != "zckpt":
             checkpoint = ranks.together(lambda: open_loader(path, budget=budget), "open the checkpoint")
-            write: Any = partial(to_deepspeed, tag=tag, stage=stage, world_size=world_size)
-            if to == "universal":
-                write = partial(to_universal, tag=tag)
-            elif to == "dcp":
+            write: Any = partial(to_deepspeed, universal=to == "universal", tag=tag, stage=stage, world_size=world_size)
+            if to == "dcp":
                 # It imports torch.distributed.checkpoint, which takes a second.
                 from zckpt.tools.converting.to_dcp import to_dcp
 

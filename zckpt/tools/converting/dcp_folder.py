@@ -27,7 +27,7 @@ from zckpt.format.limits import NDIM_MAX
 from zckpt.geometry import all_of, box_of
 from zckpt.plan.inventory import FileRange
 from zckpt.tools.converting.restricted_pickle import load, load_pickle
-from zckpt.tools.converting.source import AS_WRITTEN, COPY_AGAIN, Source, file_states, values_of
+from zckpt.tools.converting.source import AS_WRITTEN, COPY_AGAIN, Source, file_states, is_file_name, values_of
 from zckpt.tools.converting.state_dicts import Leaves, Shard, StoredTensor, source_of
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def _places(path: str, storage_data: Any) -> tuple[dict[tuple[str, Path | None],
                 hint="load it with torch.distributed.checkpoint, and write the state with zckpt.write",
             )
         name, offset, nbytes = info["relative_path"], info["offset"], info["length"]
-        if type(name) is not str or name in ("", ".", "..") or os.path.basename(name) != name or "\0" in name:
+        if type(name) is not str or not is_file_name(name):
             raise FormatError(f"it names a file that is not in the folder: {name!r}")
         if type(offset) is not int or type(nbytes) is not int or offset < 0 or nbytes < 0:
             raise FormatError(f"it names the bytes {offset!r} to {nbytes!r} of {name}")

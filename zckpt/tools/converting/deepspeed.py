@@ -273,7 +273,8 @@ class _Reader:
         with values_of(folder.model_path(coordinates)):
             trained = {name for values in flat_values for name in values.flat.names}
             if self._experts is not None:
-                self._experts.check_halves(trained)
+                for reason in self._experts.auto.unsupported(trained):
+                    raise UnsupportedError(reason)
             held += self._frozen(states, local_tensors, trained)
             fragments = [fragment for fragment, local in held if local.writes_partition]
             replicas = [
@@ -422,8 +423,8 @@ class _Reader:
             cpu_offload=self._run.offloads("optimizer") and zero["offload_optimizer"]["device"] == "cpu",
             other_dtypes={name: other for name, other in dtypes.items() if other != dtype},
             groups=self._names_at_stage_0(Coordinates(0, 0)) if saved and unwrapped else None,
-            divided=self._ranks.names_differ or (self._experts is not None and self._experts.by_autoep),
-            own_names={} if self._experts is None else self._experts.own_names,
+            divided=self._ranks.names_differ or (self._experts is not None and self._experts.auto.any),
+            own_names={} if self._experts is None else self._experts.auto.own_names,
         )  # fmt: skip
 
     @cached_property

@@ -114,7 +114,7 @@ class Division:
                 span = all_of(shape) if cuts is None else section_of(*cuts)
                 if span.numel != math.prod(shape):
                     raise FormatError(f"its shape {list(shape)} is not that of the experts of a rank", key=name)
-                local_tensors[name] = LocalTensor(span, holders, stored_as=self._experts.stored_as(name))
+                local_tensors[name] = LocalTensor(span, holders, stored_as=self._experts.auto.stored_as(name))
                 continue
             span, replicated = self._span(coordinates.model_rank, name, shape)
             owners, first = everyone, not replicated or tensor_rank == 0
@@ -138,7 +138,7 @@ class Division:
         stage, whole_tensors = coordinates.model_rank // ranks.tensor_ranks, {}
         for name, local in self.local_tensors(coordinates, shapes).items():
             shape, first = local.span.grid.shape, self._stages_with(name)[0] == stage
-            half = {} if self._experts is None else self._experts.cuts_of_half(name, shape)
+            half = {} if self._experts is None else self._experts.auto.cuts_of_half(name, shape)
             span = section_of(shape, half) if half else all_of(shape)
             whole_tensors[name] = replace(
                 local, span=span, owners=sharing, partition_replicated="", writes_partition=first

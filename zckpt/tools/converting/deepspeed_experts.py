@@ -28,11 +28,10 @@ from zckpt.tools.converting.deepspeed_folder import of_type
 from zckpt.tools.converting.stacked import Stacked
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping
 
     from zckpt.adapters.deepspeed.experts import Cuts, NamesBefore
     from zckpt.adapters.local_tensors import LocalTensor
-    from zckpt.geometry import Section
     from zckpt.tools.converting.deepspeed_folder import DeepSpeedFolder
     from zckpt.tools.converting.deepspeed_values import FlatValues
 
@@ -64,8 +63,8 @@ class Experts:
         stage_ranks: int,
     ) -> None:
         self._folder = folder
-        self._auto = AutoExperts()
-        """The names that the tensors of AutoEP had before."""
+        self.auto = AutoExperts()
+        """The tensors of the layers of AutoEP, with the names that they had before."""
         self._own: dict[str, str] = {}
         """The name that each of these tensors has on a rank, by its name in a checkpoint."""
         self._autoep: dict[str, Mapping[str, Any]] = {}
@@ -110,9 +109,9 @@ class Experts:
             # All names from "path." on, up to the first one that comes after them: "/" is the character after ".".
             for name in of_module[bisect_left(of_module, f"{path}.") : bisect_left(of_module, f"{path}/")]:
                 inside.append(name.removeprefix(f"{path}."))
-            self._auto.add(path, self._names_before(path, inside), inside)
-            self._autoep |= {self._auto.names.get(weight, weight): layer for weight in weights}
-        self._own = {name: own for own, name in self._auto.names.items()}
+            self.auto.add(path, self._names_before(path, inside), inside)
+            self._autoep |= {self.auto.names.get(weight, weight): layer for weight in weights}
+        self._own = {name: own for own, name in self.auto.names.items()}
         for layer, count in enumerate(() if layers else of_type(saved, "num_experts", list)):
             if type(count) is not int or count < 1 or count % self.ranks:
                 raise FormatError(f"a layer with {count} experts cannot be divided over {self.ranks} ranks")
@@ -186,24 +185,14 @@ class Experts:
         """Returns whether a parameter belongs to experts."""
         return EXPERT.fullmatch(name) is not None or name in self._autoep
 
-    @property
-    def by_autoep(self) -> bool:
-        """Whether there are layers of AutoEP."""
-        return self._auto.any
-
     def global_name(self, name: str, number: int) -> str:
         """Returns the name that a tensor has in a checkpoint, unless it has another one there as a part of another
         tensor. ``name``: its name on a rank. ``number``: that of the rank among those over which the experts are
         divided."""
         match = EXPERT.fullmatch(name)
         if match is None or match[1] not in self._here:
-            return self._auto.names.get(name, name)
+            return self.auto.names.get(name, name)
         return f"{match[1]}{number * self._here[match[1]] + int(match[2])}{match[3]}"
-
-    @property
-    def own_names(self) -> dict[str, list[str]]:
-        """What ``AutoExperts.own_names`` was for the engine."""
-        return self._auto.own_names
 
     def own_name(self, name: str) -> str:
         """Returns the name that a tensor has on a rank and in the folder, if AutoEP has given it another one.
@@ -219,21 +208,7 @@ class Experts:
         numbers = sorted(first for section in sections for first, _ in section)
         if len(sections) != self.ranks or numbers != [*range(len(numbers))] or not shape:
             raise FormatError("ds_autoep_layers does not have each expert once", key=name)
-        return self._auto.cuts(name, (len(numbers), *shape[1:]), sections, number)
-
-    def cuts_of_half(self, name: str, whole: tuple[int, ...]) -> Mapping[int, tuple[Sequence[Section], int]]:
-        """Returns what ``AutoExperts.cuts_of_half`` does."""
-        return self._auto.cuts_of_half(name, whole)
-
-    def stored_as(self, name: str) -> str:
-        """Returns the value of ``LocalTensor.stored_as`` for a parameter."""
-        return self._auto.stored_as(name)
-
-    def check_halves(self, trained: Container[str]) -> None:
-        """Raises UnsupportedError if one half of a tensor has a master weight and the other one has none. ``trained``:
-        the parameters that have master weights."""
-        for reason in self._auto.unsupported(trained):
-            raise UnsupportedError(reason)
+        return self.auto.cuts(name, (len(numbers), *shape[1:]), sections, number)
 
     def check_ep_rank(self, saved: Mapping[str, Any], rank: int) -> None:
         """Raises FormatError if the file of a rank says that it has other experts. ``saved``: its model states.

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zckpt.errors import FormatError, MissingFileError, UnsupportedError, first_few, from_os_error
 from zckpt.tools.converting.restricted_pickle import load
-from zckpt.tools.converting.source import AS_WRITTEN
+from zckpt.tools.converting.source import AS_WRITTEN, is_file_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -202,11 +202,6 @@ class DeepSpeedFolder:
                 raise FormatError(f"a parameter of the name {name!r} has no file", file=self.path, hint=AS_WRITTEN)
         path = os.path.join(self.path, "zero", *names)
         return load(path) if os.path.exists(path) else None
-
-
-def is_file_name(name: str) -> bool:
-    """Returns whether a file or directory can have this name, so that it does not lead elsewhere."""
-    return os.path.basename(name) == name and name not in ("", os.curdir, os.pardir) and "\0" not in name
 
 
 def _expected(path: str, what: str, hint: str = ALL_FILES) -> dict[str, Any]:

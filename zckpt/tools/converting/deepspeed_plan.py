@@ -123,7 +123,8 @@ class DeepSpeedFolderPlan:
     def infos(self) -> dict[str, TensorInfo]:
         """All tensors of the checkpoint by key, and the copies of buffers that single ranks have, by names that are not
         keys."""
-        return {**self.checkpoint.contents, **{name: self.checkpoint.contents[_key_of(name)] for name in self.copies}}
+        contents = self.checkpoint.contents
+        return {**contents, **{name: contents[name.partition("\n")[0]] for name in self.copies}}
 
     @cached_property
     def copies(self) -> dict[str, int]:
@@ -151,15 +152,13 @@ class DeepSpeedFolderPlan:
                 "the offload to NVMe: DeepSpeed loads no such engine right; load the folder with the optimizer on the "
                 "device or in CPU memory"
             )
-        rank_local = [
-            key for key, info in checkpoint.contents.items() if info.part == BUFFER and len(_copies(info)) > 1
-        ]
+        buffers = [info for info in checkpoint.contents.values() if info.part == BUFFER]
+        rank_local = [info.key for info in buffers if len({piece.copy for piece in info.pieces}) > 1]
         if rank_local and (setup.stage < 3 or not self._same_ranks):
             phrases.append(f"the values that ranks other than 0 have of {first_few(rank_local, 3)}")
         if (setup.stage < 3 or not self._same_ranks) and self._any_rank_has(names.CLIENT_STATE):
             phrases.append("the client_state of ranks other than 0")
-        trees = (checkpoint.rank_state(rank, lazy=True) for rank in range(checkpoint.manifest.world_size))
-        if any(isinstance(tree, dict) and names.CLIENT_RANK_STATE in tree for tree in trees):
+        if self._any_rank_has(names.CLIENT_RANK_STATE):
             phrases.append("what each rank has of its own: rank_state, and registered objects (client_rank_state)")
         reserved = sorted(STOCK.intersection(map(str, self._client_state(0))))
         if reserved:
@@ -422,7 +421,7 @@ class DeepSpeedFolderPlan:
         """Returns whether the tree of state of any rank has this key. A checkpoint that was converted has no tree of
         rank 0."""
         trees = (self.checkpoint.rank_state(rank, lazy=True) for rank in range(self.checkpoint.manifest.world_size))
-        return any(key in (tree or {}) for tree in trees)
+        return any(isinstance(tree, dict) and key in tree for tree in trees)
 
     def _named(self, part: str) -> list[str]:
         """Returns the names of all tensors in a part."""
@@ -485,20 +484,10 @@ def _whole(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> View:
 
 
 def _copy(key: str, rank: int) -> str:
-    """Returns the name in ``DeepSpeedFolderPlan.infos`` of a rank's own copy of a tensor. It cannot be a key, because
-    no key contains a line break."""
+    """Returns the name in ``DeepSpeedFolderPlan.infos`` of a rank's own copy of a tensor: the key, a line break, which
+    no key contains, and the rank."""
     return f"{key}\n{rank}"
-
-
-def _key_of(name: str) -> str:
-    """Returns the key of the tensor of which ``_copy`` has made this name."""
-    return name.partition("\n")[0]
 
 
 def _sizes(shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, torch.Size]]:
     return ((name, torch.Size(shape)) for name, shape in shapes.items())
-
-
-def _copies(info: TensorInfo) -> set[int]:
-    """Returns the numbers of all copies of a tensor."""
-    return {piece.copy for piece in info.pieces}

@@ -80,11 +80,8 @@ class Run:
         """The ZeRO stage of the run that saved the folder."""
         if self._folder.partitions_weights:
             return 3
-        if self._folder.universal:
-            return _stage_number(self.universal.get("zero_stage"))
-        if self.zero is None:
-            return 0
-        return _stage_number(self.zero.get("zero_stage"))
+        saved = self.universal if self._folder.universal else self.zero
+        return 0 if saved is None else _stage_number(saved.get("zero_stage"))
 
     def groups(self, saved: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Returns the param groups of the optimizer. ``saved``: what was saved of the optimizer of a rank."""

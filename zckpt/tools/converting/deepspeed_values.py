@@ -154,7 +154,8 @@ def names_at_stage_0(saved: Mapping[str, Any], module: Mapping[str, Any], expert
             of_masters = dict(chain(*(_slices(name, weights[name], master) for name, master in pairs)))
             stage_0_names.check_values(list(of_masters.values()), list(of_masters), slices)
         else:
-            names = stage_0_names.named_by_shape(_shapes_of(states, [groups[number] for number in numbers]), weights)
+            of_params = [[_shape(states.get(index, {})) for index in groups[number]["params"]] for number in numbers]
+            names = stage_0_names.named_by_shape(of_params, weights)
         named |= zip(numbers, names, strict=True)
     return [named[number] for number in range(len(groups))]
 
@@ -296,11 +297,6 @@ def _stored(ranges: Iterable[ParameterRange], local_tensors: Mapping[str, LocalT
 def _key(shape: Sequence[int], master: torch.Tensor | Stacked) -> torch.Tensor:
     """Returns a tensor without memory, which serves as the key of a flat buffer's state."""
     return torch.empty(tuple(shape), dtype=master.dtype, device="meta")
-
-
-def _shapes_of(states: Mapping[Any, Any], groups: Sequence[Mapping[str, Any]]) -> list[list[tuple[int, ...] | None]]:
-    """Returns the shapes of the parameters of each param group, as ``_shape`` finds them."""
-    return [[_shape(states.get(index, {})) for index in group["params"]] for group in groups]
 
 
 def _shape(state: Mapping[str, Any]) -> tuple[int, ...] | None:

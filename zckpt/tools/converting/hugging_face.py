@@ -97,7 +97,8 @@ def _stored(path: str) -> Iterator[tuple[str, tuple[int, ...], str, FileRange | 
     """Yields the name, shape, dtype and data of each tensor. If the folder has safetensors files, other files are not
     read."""
     for suffix, stem in ((".safetensors", "model"), (".bin", "pytorch_model")):
-        for name in _files(path, f"{stem}{suffix}"):
+        names = _files(path, f"{stem}{suffix}")
+        for name in names or ():
             file = os.path.join(path, name)
             if suffix == ".bin":
                 with values_of(file):
@@ -106,28 +107,22 @@ def _stored(path: str) -> Iterator[tuple[str, tuple[int, ...], str, FileRange | 
                         yield key, tuple(tensor.shape), dtype, stored_range(ordered) or ordered.view(-1)
             else:
                 yield from _safetensors(file)
-        if os.path.exists(os.path.join(path, f"{stem}{suffix}")) or _index(path, f"{stem}{suffix}"):
+        if names is not None:
             return
 
 
-def _files(path: str, single: str) -> list[str]:
+def _files(path: str, single: str) -> list[str] | None:
     """Returns the names of the files with the tensors: those that the index names, or the file ``single`` if there is
-    no index. ``single``: the name of the file of a model that is in one file."""
-    index = _index(path, single)
-    if index:
+    no index. Returns None if there is neither. ``single``: the name of the file of a model that is in one file."""
+    index = os.path.join(path, f"{single}.index.json")
+    if os.path.exists(index):
         names = _json(index).get("weight_map")
         if not isinstance(names, dict):
             raise FormatError("the index has no weight_map", file=index, hint=COPY_AGAIN)
         if any(not isinstance(name, str) or os.path.basename(name) != name for name in names.values()):
             raise FormatError("the index names files elsewhere", file=index, hint=AS_WRITTEN)
         return sorted(set(names.values()))
-    return [single] if os.path.exists(os.path.join(path, single)) else []
-
-
-def _index(path: str, single: str) -> str | None:
-    """Returns the path of the index, or None if there is none."""
-    index = os.path.join(path, f"{single}.index.json")
-    return index if os.path.exists(index) else None
+    return [single] if os.path.exists(os.path.join(path, single)) else None
 
 
 def _json(path: str) -> dict[str, Any]:

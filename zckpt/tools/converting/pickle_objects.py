@@ -104,10 +104,6 @@ class Inert:
         pass
 
 
-def _data(data: Any, *_: object) -> Any:
-    return data
-
-
 class Dtype:
     """A NumPy dtype of plain numbers or text."""
 
@@ -130,11 +126,6 @@ def _scalar(dtype: Dtype, raw: bytes) -> Any:
     return item
 
 
-def _empty_array(*_: object) -> np.ndarray[Any, Any]:
-    """Returns an array whose state will be set."""
-    return np.empty(0, np.int8)
-
-
 def set_array(array: np.ndarray[Any, Any], state: Any) -> int:
     """Sets the state of an array, in the byte order of this machine. Returns the number of its bytes."""
     version, shape, dtype, in_columns, raw = state
@@ -144,11 +135,6 @@ def set_array(array: np.ndarray[Any, Any], state: Any) -> int:
         raw = np.frombuffer(raw, dtype.value).astype(dtype.dtype).tobytes()
     array.__setstate__((version, shape, dtype.dtype, in_columns, raw))
     return len(raw)
-
-
-def _no_bytes() -> bytes:
-    """Returns what Python pickles as a call if the pickle has protocol 2 or lower."""
-    return b""
 
 
 def _member(kind: object, name: object) -> Inert:
@@ -166,11 +152,18 @@ def _encoded(text: object, encoding: object) -> bytes:
 
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "torch._utils._rebuild_parameter": _data, "torch._utils._rebuild_parameter_with_state": _data,
-    "torch._utils._rebuild_device_tensor_from_cpu_tensor": _data, "torch.serialization._get_layout": _data,
+    **dict.fromkeys(
+        ("torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state",
+         "torch._utils._rebuild_device_tensor_from_cpu_tensor", "torch.serialization._get_layout"),
+        lambda data, *_: data,
+    ),
     "_codecs.encode": _encoded, "numpy.dtype": Dtype, "builtins.getattr": _member, "__builtin__.getattr": _member,
-    "builtins.bytes": _no_bytes, "__builtin__.bytes": _no_bytes,
-    **{f"{module}.multiarray._reconstruct": _empty_array for module in ("numpy.core", "numpy._core")},
+    # In a pickle of protocol 2 or lower, Python writes empty bytes as a call.
+    **dict.fromkeys(("builtins.bytes", "__builtin__.bytes"), lambda: b""),
+    # The pickle sets the state of the array afterwards.
+    **dict.fromkeys(
+        ("numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct"), lambda *_: np.empty(0, np.int8)
+    ),
     **{f"{module}.multiarray.scalar": _scalar for module in ("numpy.core", "numpy._core")},
     # Its first argument is a class that is not known here, so the error names that class.
     "torch._utils._rebuild_wrapper_subclass": lambda *_: None,

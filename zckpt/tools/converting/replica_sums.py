@@ -29,12 +29,6 @@ _FACTOR = np.uint64(0x9E3779B97F4A7C15)
 """2^64 divided by the golden ratio, rounded to an odd number."""
 
 
-def sums_of(fragments: Iterable[tuple[str, Fragment]], group: str) -> Sums:
-    """Returns the sums of one rank. ``fragments``: those that it holds of local tensors that other groups hold too,
-    each with the name of the local tensor. Raises StorageError."""
-    return [(name, group, _sum(fragment)) for name, fragment in fragments]
-
-
 def check_sums(sums: Iterable[tuple[str, str, int]]) -> None:
     """Raises StateError if two groups have other values of the same tensor. ``sums``: those of all ranks."""
     whole: dict[str, dict[str, int]] = {}
@@ -48,10 +42,10 @@ def check_sums(sums: Iterable[tuple[str, str, int]]) -> None:
                 raise StateError(f"{group} has other values than {first}, and both have to have the same", key=key)
 
 
-def _sum(fragment: Fragment) -> int:
+def sum_of(fragment: Fragment) -> int:
     """Returns the sum of the elements of a fragment. In it, each 8, 4, 2 or 1 bytes of an element are a number, which
     is multiplied by an odd number that depends on the place of the element. So a single other bit changes the sum, and
-    several ones leave it as it is only by chance, once in 2^64 times."""
+    several ones leave it as it is only by chance, once in 2^64 times. Raises StorageError."""
     total, start = 0, fragment.span.start
     for portion in _portions(fragment):
         terms = np.arange(start, start + len(portion), dtype=np.uint64)

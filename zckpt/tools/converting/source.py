@@ -130,6 +130,11 @@ def values_of(file: str) -> Iterator[None]:
         ) from error
 
 
+def is_file_name(name: str) -> bool:
+    """Returns whether a file or directory can have this name, so that it does not lead elsewhere."""
+    return os.path.basename(name) == name and name not in ("", os.curdir, os.pardir) and "\0" not in name
+
+
 def check_regular(path: str) -> None:
     """Raises FormatError if ``path`` is not a regular file. To open a pipe, for example, would block until somebody
     writes to it. Raises OSError if the file cannot be examined."""

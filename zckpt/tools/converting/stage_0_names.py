@@ -84,9 +84,12 @@ def named_by_value(flats: Sequence[torch.Tensor], module: Mapping[str, torch.Ten
 
 
 def check_values(masters: Sequence[torch.Tensor], names: Sequence[str], module: Mapping[str, torch.Tensor]) -> None:
-    """Raises UnsupportedError unless each master weight, after rounding, equals the weight of this name."""
+    """Raises UnsupportedError unless each master weight, after rounding, equals the weight of this name. At most
+    ``COMPARED_NUMEL`` elements of each are compared."""
     for master, name in zip(masters, names, strict=True):
-        if not _same(master, 0, module[name]):
+        weight = module[name]
+        compared = 0, min(weight.numel(), COMPARED_NUMEL), weight.dtype
+        if weight.numel() > master.numel() or rounded_bytes(master, *compared) != rounded_bytes(weight, *compared):
             raise _unknown(f"the weight {name} does not fit its place in the optimizer")
 
 
@@ -166,15 +169,6 @@ class _Search:
         self._steps += count
         if self._steps > STEPS_MAX:
             raise _unknown("too many weights of the module are equal")
-
-
-def _same(flat: torch.Tensor, offset: int, weight: torch.Tensor) -> bool:
-    """Returns whether the elements of ``flat`` from ``offset`` on, rounded to the dtype of ``weight``, equal
-    ``weight``. At most ``COMPARED_NUMEL`` elements are compared."""
-    count = min(weight.numel(), COMPARED_NUMEL)
-    return offset + weight.numel() <= flat.numel() and (
-        rounded_bytes(flat, offset, count, weight.dtype) == rounded_bytes(weight, 0, count, weight.dtype)
-    )
 
 
 def rounded_bytes(tensor: torch.Tensor, start: int, count: int, dtype: torch.dtype) -> bytes:

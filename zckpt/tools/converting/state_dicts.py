@@ -113,6 +113,10 @@ class Leaves:
     ranks: int = 1
     """The number of ranks that have written the files."""
 
+    def whole(self, name: str) -> Any:
+        """Returns the value of a leaf: a plain value, or a tensor that is not ``divided``."""
+        return self.tensors[name].whole(name) if name in self.tensors else self.values[name]
+
     def add(self, other: Leaves, prefix: Path = ()) -> None:
         """Adds the leaves of another file, whose paths get a prefix. Raises FormatError for a name that is there
         already."""
@@ -280,11 +284,9 @@ class _Training:
     def _of_state(self, leaf: str, weight: StoredTensor) -> Any:
         """Returns an entry of the optimizer's state. What has the shape of the weight has no values."""
         tensor = self.leaves.tensors.get(leaf)
-        if tensor is None:
-            return self.leaves.values[leaf]
-        if tensor.shape == weight.shape and len(tensor.shape):
+        if tensor is not None and tensor.shape == weight.shape and len(tensor.shape):
             return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-        return tensor.whole(leaf)
+        return self.leaves.whole(leaf)
 
     def _class(self) -> str | None:
         """Returns the class of the optimizer if its settings tell it. Adam and AdamW of torch do."""
@@ -319,9 +321,7 @@ class _Training:
         leaves, rest = self.leaves, dict[Path, Any]()
         for name in self.rest:
             if not (self.prefix and leaves.paths[name][:-1] == self.prefix):
-                rest[leaves.paths[name]] = (
-                    leaves.tensors[name].whole(name) if name in leaves.tensors else leaves.values[name]
-                )
+                rest[leaves.paths[name]] = leaves.whole(name)
         counted = {path[:-1] for path in rest if path[-1] == "last_epoch" and (*path[:-1], "_step_count") in rest}
         outer = [path for path in counted if path and not any(path[:n] in counted for n in range(len(path)))]
         if len(outer) != 1:
@@ -335,8 +335,7 @@ class _Training:
         if not any(step is not None for step in steps):
             by_path = {path: name for name, path in self.leaves.paths.items()}
             names = [by_path[path] for path in _STEPS if path in by_path and by_path[path] in self.rest]
-            leaves = self.leaves
-            steps = [leaves.tensors[n].whole(n) if n in leaves.tensors else leaves.values[n] for n in names[:1]]
+            steps = [self.leaves.whole(name) for name in names[:1]]
         return max((int(step) for step in steps if step is not None), default=0)
 
 
@@ -404,12 +403,9 @@ def _groups(leaves: Leaves, of_groups: Mapping[Any, Mapping[str, str]]) -> list[
 
 def _setting(leaves: Leaves, leaf: str) -> Any:
     """Returns a setting of a param group, which may be a tensor, such as a learning rate."""
-    if leaf in leaves.values:
-        return leaves.values[leaf]
-    tensor = leaves.tensors[leaf]
-    if tensor.divided:
+    if leaf in leaves.tensors and leaves.tensors[leaf].divided:
         raise UnsupportedError(f"{leaf} is a setting of an optimizer, and a tensor that is divided")
-    return with_values(tensor.whole(leaf))
+    return _read(leaves.whole(leaf))
 
 
 class _Map(dict[Any, Any]):

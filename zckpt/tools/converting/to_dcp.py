@@ -110,6 +110,7 @@ class DcpPlan:
     """The plan of a DCP folder. Raises UnsupportedError for a checkpoint that cannot become one, and FormatError."""
 
     copies: Mapping[str, int] = {}
+    """As in ``DeepSpeedFolderPlan``. No copies but the first ones are written."""
 
     def __init__(self, checkpoint: Loader, world_size: int | None) -> None:
         if world_size is not None and world_size < 1:
@@ -134,7 +135,7 @@ class DcpPlan:
         return {info.key: info for info in self._tensors.values() if isinstance(info, TensorInfo)}
 
     def files(self) -> Iterator[OutputFile]:
-        """Yields the plan of each data file."""
+        """Yields the plan of each data file, when it is asked for."""
         for number, items in enumerate(self._items):
             nbytes = 0
             known: dict[int, bytes] = {}

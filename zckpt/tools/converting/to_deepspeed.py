@@ -15,7 +15,6 @@ the file is written.
 
 from __future__ import annotations
 
-import os
 import secrets
 from contextlib import closing, suppress
 from typing import TYPE_CHECKING
@@ -27,12 +26,13 @@ from zckpt.format.limits import LATEST_BYTES_MAX
 from zckpt.storage.location import Location
 from zckpt.storage.schemes import open_store
 from zckpt.tools.converting.deepspeed_plan import DeepSpeedFolderPlan
+from zckpt.tools.converting.source import is_file_name
 from zckpt.tools.converting.universal_plan import UniversalPlan
 from zckpt.tools.converting.write_folder import write_folder
 from zckpt.tools.exporting.place import Place
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from zckpt.checkpoint.reading.loader import Loader
     from zckpt.progress import Progress
@@ -45,20 +45,23 @@ def to_deepspeed(
     destination: str,
     ranks: Ranks,
     *,
-    tag: str | None = None,
-    stage: int | None = None,
-    world_size: int | None = None,
-    overwrite: bool = False,
-    budget: Budget | None = None,
-    progress: Progress | None = None,
+    universal: bool,
+    tag: str | None,
+    stage: int | None,
+    world_size: int | None,
+    overwrite: bool,
+    budget: Budget | None,
+    progress: Progress | None,
 ) -> tuple[str, tuple[str, ...]]:
     """Writes ``<destination>/<tag>``, which stock ``engine.load_checkpoint`` resumes from, and then ``latest``.
 
-    ``tag``: the name of the folder; None means ``global_step<N>``. ``stage`` (0 to 3) and ``world_size``: the ZeRO
-    stage and the number of ranks of the engines that will load the folder; None means those of the checkpoint.
-    ``overwrite``: whether a folder in DeepSpeed's format that exists already is replaced. ``budget``: the memory that
-    may be used; None means the budget of the checkpoint. The processes ``ranks`` share the files, and all of them have
-    to call this function.
+    ``universal``: whether to write a Universal Checkpoint instead, and then ``latest_universal``. Engines of stages 1
+    to 3 with the setting ``checkpoint.load_universal`` resume from it. ``tag``: the name of the folder; None means
+    ``global_step<N>``. ``stage`` (0 to 3) and ``world_size``: the ZeRO stage and the number of ranks of the engines
+    that will load the folder, unless it is a Universal Checkpoint; None means those of the checkpoint. ``overwrite``:
+    whether a folder in DeepSpeed's format that exists already is replaced. ``budget``: the memory that may be used;
+    None means the budget of the checkpoint. The processes ``ranks`` share the files, and all of them have to call this
+    function.
 
     Returns the path of the folder, and a phrase for each thing that the folder lacks. Raises UnsupportedError for a
     checkpoint that is not of a training run with DeepSpeed. Raises MismatchError for optimizer state that cannot be cut
@@ -66,50 +69,15 @@ def to_deepspeed(
     CheckpointExistsError, NoSpaceError and StorageError, and FormatError for a damaged checkpoint. After an error,
     nothing of the folder remains in ``destination``.
     """
-    return _write(
-        checkpoint, destination, ranks, lambda: DeepSpeedFolderPlan(checkpoint, stage, world_size), names.LATEST,
-        DEEPSPEED_FILES, tag=tag, overwrite=overwrite, budget=budget, progress=progress,
-    )  # fmt: skip
-
-
-def to_universal(
-    checkpoint: Loader,
-    destination: str,
-    ranks: Ranks,
-    *,
-    tag: str | None = None,
-    overwrite: bool = False,
-    budget: Budget | None = None,
-    progress: Progress | None = None,
-) -> tuple[str, tuple[str, ...]]:
-    """Writes ``<destination>/<tag>``, a Universal Checkpoint, and then ``latest_universal``. Engines of stages 1 to 3
-    with the setting ``checkpoint.load_universal`` resume from it. Everything else is as for ``to_deepspeed``."""
-    return _write(
-        checkpoint, destination, ranks, lambda: UniversalPlan(checkpoint, None, 1), LATEST_UNIVERSAL, UNIVERSAL_FILES,
-        tag=tag, overwrite=overwrite, budget=budget, progress=progress,
-    )  # fmt: skip
-
-
-def _write(
-    checkpoint: Loader,
-    destination: str,
-    ranks: Ranks,
-    make_plan: Callable[[], DeepSpeedFolderPlan],
-    latest: str,
-    patterns: Sequence[str],
-    *,
-    tag: str | None,
-    overwrite: bool,
-    budget: Budget | None,
-    progress: Progress | None,
-) -> tuple[str, tuple[str, ...]]:
-    """Writes the folder of a plan, whose files have names of these ``patterns``, and then the file of the name
-    ``latest``. The other arguments, the results and the errors are those of ``to_deepspeed``."""
     tag = f"global_step{checkpoint.manifest.step}" if tag is None else tag
     run = Location.of(destination).absolute()
-    plan = ranks.together(make_plan, "plan the folder")
+    latest, patterns = (LATEST_UNIVERSAL, UNIVERSAL_FILES) if universal else (names.LATEST, DEEPSPEED_FILES)
+
+    def make_plan() -> DeepSpeedFolderPlan:
+        return UniversalPlan(checkpoint, None, 1) if universal else DeepSpeedFolderPlan(checkpoint, stage, world_size)
+
     missing = write_folder(
-        checkpoint, plan, lambda: _place(run, tag, overwrite, patterns),
+        checkpoint, ranks.together(make_plan, "plan the folder"), lambda: _place(run, tag, overwrite, patterns),
         lambda place: _finish(place, run, tag, latest), ranks, budget=budget, progress=progress,
     )  # fmt: skip
     return str(run.child(tag)), missing
@@ -118,12 +86,7 @@ def _write(
 def _place(run: Location, tag: str, overwrite: bool, patterns: Sequence[str]) -> Place:
     """Returns the place of a folder with this name and with files of these patterns in the directory ``run``. Raises
     ValueError or CheckpointExistsError if the folder may not be made there."""
-    if (
-        tag in ("", ".", "..", names.LATEST, LATEST_UNIVERSAL)
-        or tag != os.path.basename(tag).strip()
-        or "\n" in tag
-        or "\0" in tag
-    ):
+    if not is_file_name(tag) or tag in (names.LATEST, LATEST_UNIVERSAL) or tag != tag.strip() or "\n" in tag:
         raise ValueError(f"tag must be the name of a directory, got {tag!r}")
     _check_latest(run)
     what = "checkpoint of DeepSpeed"

@@ -26,8 +26,8 @@ from zckpt.geometry import all_of, span_of
 from zckpt.plan.inventory import BUFFER, MASTER
 from zckpt.tools.converting.deepspeed_experts import EP_SIZE
 from zckpt.tools.converting.deepspeed_flats import flats
-from zckpt.tools.converting.deepspeed_folder import is_file_name
 from zckpt.tools.converting.deepspeed_plan import DEEPSPEED_VERSION, DeepSpeedFolderPlan
+from zckpt.tools.converting.source import is_file_name
 from zckpt.tools.exporting.plan import Extent
 from zckpt.tools.exporting.torch_file import Instance, Storage, View, torch_file
 
@@ -55,7 +55,7 @@ class _Parameter(NamedTuple):
 
 class UniversalPlan(DeepSpeedFolderPlan):
     """Plans the files of a folder that engines of stages 1 to 3 can load, with any number of ranks. The members raise
-    what ``to_universal`` raises for a checkpoint that does not fit."""
+    what ``to_deepspeed`` raises for a checkpoint that does not fit."""
 
     otherwise: ClassVar[str] = "restore it into an engine of the run with zckpt.restore"
     target: ClassVar[str] = "a Universal Checkpoint"

@@ -24,7 +24,7 @@ from zckpt.plan.inventory import STATE
 from zckpt.plan.lineage import Lineage, Use
 from zckpt.progress import PartOfProgress, reported
 from zckpt.storage.lock import WriteLock
-from zckpt.tools.converting.replica_sums import check_sums, sums_of
+from zckpt.tools.converting.replica_sums import check_sums, sum_of
 from zckpt.tools.converting.restricted_pickle import COPIED_BYTES_MAX
 from zckpt.tools.converting.source import AS_WRITTEN, values_of
 from zckpt.transfer.snapshot import Snapshot
@@ -91,7 +91,7 @@ def write_source(
                     )  # fmt: skip
                 if rank in own_ranks:
                     rank_records.append(catalog.pack(catalog.rank_record(rank, data_files)))
-                    sums += sums_of(part.replicas, part.group)
+                    sums += [(name, part.group, sum_of(fragment)) for name, fragment in part.replicas]
                     own_bytes += nbytes
         return rank_records, sums
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from zckpt.progress import reported
 from zckpt.tools.converting.source import values_of
@@ -12,13 +12,13 @@ from zckpt.tools.exporting.write import WINDOW_BYTES_MAX, write_files
 from zckpt.tools.share import batches, shared_out
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable
 
-    from zckpt.checkpoint.listing.tensors import TensorInfo
     from zckpt.checkpoint.reading.loader import Loader
     from zckpt.progress import Progress
     from zckpt.ranks.collectives import Ranks
-    from zckpt.tools.exporting.plan import OutputFile
+    from zckpt.tools.converting.deepspeed_plan import DeepSpeedFolderPlan
+    from zckpt.tools.converting.to_dcp import DcpPlan
     from zckpt.transfer.budget import Budget
 
 
@@ -26,27 +26,9 @@ BATCH_FILES_MAX = 64
 """The most files that are open at a time."""
 
 
-class FolderPlan(Protocol):
-    """The plan of a folder."""
-
-    @property
-    def infos(self) -> Mapping[str, TensorInfo]:
-        """The tensors of the checkpoint that are written, by a name."""
-
-    @property
-    def copies(self) -> Mapping[str, int]:
-        """For some of these, the number of the copy that is written."""
-
-    def files(self) -> Iterator[OutputFile]:
-        """Yields the plan of each file. A file is planned when it is asked for."""
-
-    def missing(self) -> tuple[str, ...]:
-        """Returns a phrase for each thing that the folder lacks."""
-
-
 def write_folder(
     checkpoint: Loader,
-    plan: FolderPlan,
+    plan: DeepSpeedFolderPlan | DcpPlan,
     choose: Callable[[], Place],
     finish: Callable[[Place], None],
     ranks: Ranks,
@@ -73,7 +55,7 @@ def write_folder(
             files_of_rank = (file for number, file in enumerate(plan.files()) if number in own_files)
             # Threads are started for each batch, so a batch has several small files.
             for files in batches(files_of_rank, lambda item: item.nbytes, WINDOW_BYTES_MAX, BATCH_FILES_MAX):
-                write_files(place.store, files, {}, filler, filler.budget)
+                write_files(place.store, files, {}, filler)
                 for directory in {file.name.rpartition("/")[0] for file in files} - {""}:
                     place.store.sync_names(directory)
 

@@ -30,7 +30,7 @@ READ_BYTES_MIN = 2 << 20
 
 
 class CheckpointFiller:
-    """A ``Filler`` that reads tensors of a checkpoint. Each thread that calls it reads on its own."""
+    """Reads tensors of a checkpoint. Several threads may call it at the same time, and each reads on its own."""
 
     def __init__(
         self,
@@ -64,7 +64,8 @@ class CheckpointFiller:
         return sum(extent.span.numel * self.infos[extent.source].item_bytes for extent in (*extents, *converted))
 
     def fill(self, targets: Sequence[tuple[Extent, torch.Tensor]]) -> None:
-        """Fills each target as ``Filler.fill`` requires. Raises FormatError and StorageError."""
+        """Fills 1-D tensors in host memory, each with the elements of an extent, which are converted to its dtype.
+        Raises FormatError and StorageError."""
         requests = [
             ReadRequest(self.infos[name], span, target, self._copies.get(name)) for (name, span), target in targets
         ]

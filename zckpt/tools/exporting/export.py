@@ -281,4 +281,4 @@ def _write(
     owners = shared_out([file.nbytes for file in files], ranks.size)
     files_of_this_rank = [file for file, owner in zip(files, owners, strict=True) if owner == ranks.rank]
     with reported(progress, "export", tensors.nbytes(files_of_this_rank)) as tensors.advance:
-        write_files(store, files_of_this_rank, plan.sources, tensors, tensors.budget)
+        write_files(store, files_of_this_rank, plan.sources, tensors)

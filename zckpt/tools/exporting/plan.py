@@ -186,13 +186,13 @@ def split_into_files(
     return [*files, current] if current or not files else files
 
 
-def safetensors_files(groups: Sequence[Sequence[OutputTensor]], stem: str = "model") -> tuple[OutputFile, ...]:
+def safetensors_files(groups: Sequence[Sequence[OutputTensor]]) -> tuple[OutputFile, ...]:
     """Plans a file for each group of tensors. The files have the names that Hugging Face gives them:
-    ``<stem>.safetensors`` for a single file, and ``<stem>-00001-of-0000n.safetensors`` and so on for several."""
+    ``model.safetensors`` for a single file, and ``model-00001-of-0000n.safetensors`` and so on for several."""
     if len(groups) == 1:
-        return (safetensors_file(f"{stem}.safetensors", groups[0]),)
+        return (safetensors_file("model.safetensors", groups[0]),)
     return tuple(
-        safetensors_file(f"{stem}-{number:05d}-of-{len(groups):05d}.safetensors", group)
+        safetensors_file(f"model-{number:05d}-of-{len(groups):05d}.safetensors", group)
         for number, group in enumerate(groups, 1)
     )
 

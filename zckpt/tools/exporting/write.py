@@ -1,10 +1,10 @@
-"""Writes the files of an export, one window at a time. A ``Filler`` fills each window with tensors."""
+"""Writes the files of an export, one window at a time. Each window is filled with tensors of a checkpoint."""
 
 from __future__ import annotations
 
 import threading
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from zckpt.storage.buffers import Bytes
     from zckpt.storage.contract import Store, Writer
+    from zckpt.tools.exporting.checkpoint_source import CheckpointFiller
     from zckpt.tools.exporting.plan import Conversion, Extent, OutputFile, SourceTensor, Window
     from zckpt.transfer.budget import Budget
     from zckpt.transfer.staging import StagingPool
@@ -30,32 +31,20 @@ WINDOW_BYTES_MAX = 16 << 20
 """The largest size of a window in bytes."""
 
 
-class Filler(Protocol):
-    """A source of tensors. Several threads may call it at the same time."""
-
-    def fill(self, targets: Sequence[tuple[Extent, torch.Tensor]]) -> None:
-        """Fills 1-D tensors in host memory, each with the elements of an extent, which are converted to its dtype."""
-
-    def cut(self, extent: Extent) -> int:
-        """Returns the element at which it is best to end a part, as the argument ``cut`` of
-        ``zckpt.tools.exporting.plan.windows``."""
-
-
 def write_files(
     store: Store,
     files: Sequence[OutputFile],
     sources: Mapping[str, SourceTensor],
-    filler: Filler,
-    budget: Budget,
+    filler: CheckpointFiller,
 ) -> None:
     """Writes ``files`` to ``store``. Their content is durable afterwards, but their names are not yet. ``sources``: the
     tensors of which conversions read elements, with the dtypes in which they read them. Windows take one half of the
-    budget, and the other half is left to ``filler``. In addition, the tensors of one conversion at a time are in
-    memory.
+    budget of ``filler``, and the other half is left to reading. In addition, the tensors of one conversion at a time
+    are in memory.
 
     Raises StorageError, and the errors of ``filler``.
     """
-    budget = budget.serving(store)
+    budget = filler.budget.serving(store)
     window_bytes = min(WINDOW_BYTES_MAX, budget.nbytes // budget.threads // 2 - 2 * PAGE_BYTES)
     staging = host_pool(window_bytes)
     new_files: list[NewFile] = []
@@ -121,7 +110,7 @@ class NewFile:
             self.writer.close()
 
 
-def _put(new_file: NewFile, window: Window, filler: Filler, staging: StagingPool) -> None:
+def _put(new_file: NewFile, window: Window, filler: CheckpointFiller, staging: StagingPool) -> None:
     with staging.lend() as stage:
         first = window.start % PAGE_BYTES  # Direct I/O needs the same offset within a page in memory and in the file.
         targets = []
@@ -140,7 +129,7 @@ def _convert(
     conversion: Conversion,
     elements: dict[Extent, torch.Tensor],
     sources: Mapping[str, SourceTensor],
-    filler: Filler,
+    filler: CheckpointFiller,
 ) -> dict[str, torch.Tensor]:
     """Returns what the conversion makes. Afterwards, ``elements`` holds the elements that it takes and no others. What
     ``elements`` holds before, as the last conversion has taken it too, is not read again."""
