@@ -157,6 +157,22 @@ def test_a_loss_scale_is_saved_if_it_is_registered(tmp_path: Path) -> None:
     assert scalers[1].get_scale() == 16.0
 
 
+def test_weights_that_were_frozen_after_some_steps_are_restored_before_they_are_frozen(tmp_path: Path) -> None:
+    state = make_state("alone")
+    train(state, 2)
+    first = next(iter(state.model.parameters())).requires_grad_(False)
+    zckpt.write(state, tmp_path / "a")
+    frozen_first, other = make_state("alone", seed=1), make_state("alone", seed=1)
+    next(iter(frozen_first.model.parameters())).requires_grad_(False)
+    with pytest.raises(zckpt.MismatchError, match="is frozen in the engine") as caught:
+        zckpt.restore(frozen_first, tmp_path / "a")
+    assert "to freeze weights after the restore keeps their moments" in (caught.value.hint or "")
+    zckpt.restore(other, tmp_path / "a")
+    restored = next(iter(other.model.parameters())).requires_grad_(False)
+    assert torch.equal(restored, first)
+    assert frozen([held(other), train(other, 2)]) == frozen([held(state), train(state, 2)])
+
+
 def test_a_model_without_an_optimizer_gets_the_weights(tmp_path: Path) -> None:
     trained = make_state("alone")
     train(trained, 2)

@@ -158,6 +158,8 @@ def hint(
         return saved is not None and not adapter.restoring(changed).problems()
 
     in_part = f"{caller.in_part} leaves out what does not fit, and converts what is frozen on one side only"
+    if any(" is frozen in the engine " in role for role in roles):
+        in_part = f"to freeze weights after the restore keeps their moments; {in_part}"
     relaxed = replace(selection, strict=False)
     if works(relaxed):
         return in_part
