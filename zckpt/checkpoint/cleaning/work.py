@@ -70,7 +70,7 @@ class Work:
         if idle and not left.foreign:
             return
         if not idle and holder is not None and is_alive(store, holder):
-            self.in_use.append(path)
+            self._leave(store)
             return
         self.foreign += [str(store.location.child(name)) for name in left.foreign]
         if in_doubt(store) and not is_discarded:
@@ -91,8 +91,15 @@ class Work:
             with lock:
                 self._clean(store, unwanted_in, save_id, removed_before)
         except LockedError:
-            self.in_use.append(path)
+            self._leave(store)
         else:
+            store.remove("")
+
+    def _leave(self, store: Store) -> None:
+        """Notes that another process has the lock. If that process has removed all of the checkpoint meanwhile, a file
+        by which this one asked for the lock may have kept the directory, which is removed then."""
+        self.in_use.append(str(store.location))
+        if not self.dry_run:
             store.remove("")
 
     def _clean(self, store: Store, unwanted_in: Store | None, save_id: str, removed_before: str) -> None:
