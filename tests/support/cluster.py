@@ -16,6 +16,7 @@ import gc
 import importlib
 import os
 import pickle
+import pkgutil
 import signal
 import socket
 import subprocess
@@ -42,7 +43,6 @@ LATE_IMPORTS = (
     "deepspeed.runtime.zero.muon.muon_optimizer",
     "deepspeed.runtime.superoffload.superoffload_stage3",
     "deepspeed.module_inject.auto_ep_layer",
-    "zckpt.adapters.deepspeed.adapter",
 )
 """Modules that an engine imports when it is made. That of Muon imports torch's whole compiler. Without the server, they
 would take two processor seconds for each rank."""
@@ -183,11 +183,16 @@ def serve(connection: Connection) -> None:
     import torch
     from transformers import GPT2LMHeadModel  # noqa: F401
 
+    import zckpt
     from tests.support import ops, runs  # noqa: F401
 
-    for name in LATE_IMPORTS:
-        with contextlib.suppress(ImportError):  # not in every version of DeepSpeed
-            importlib.import_module(name)
+    # Most modules of zckpt are imported by the first call that needs them, which took a quarter of the time of a rank.
+    of_zckpt = [module.name for module in pkgutil.walk_packages(zckpt.__path__, "zckpt.")]
+    for name in (*LATE_IMPORTS, *of_zckpt):
+        # Not every module is in every version of DeepSpeed, and zckpt.torchtitan needs torchtitan.
+        with contextlib.suppress(ImportError):
+            if not name.endswith(".__main__"):  # which runs a command
+                importlib.import_module(name)
     # DeepSpeed's C++ Adam asks for the processor's vendor whenever it is made. Without the cache, that starts another
     # Python each time.
     cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)

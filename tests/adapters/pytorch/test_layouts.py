@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from itertools import product
+from itertools import chain, product
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -65,9 +65,8 @@ def write_trained(path: str, setup: dict[str, Any]) -> dict[str, Any]:
     return tensors
 
 
-def restore_whole(path: str, setup: dict[str, Any], trained: int) -> dict[str, Any]:
+def restore_whole(path: str, setup: dict[str, Any]) -> dict[str, Any]:
     state = make_state(**setup, seed=1)
-    train(state, trained)
     zckpt.restore(state, path)
     assert state.step == 3
     tensors = whole(state)
@@ -76,14 +75,40 @@ def restore_whole(path: str, setup: dict[str, Any], trained: int) -> dict[str, A
     return tensors
 
 
-@pytest.mark.parametrize("there", LAYOUTS)
-def test_every_layout_restores_into_every_other_one(cluster: Cluster, tmp_path: Path, there: str) -> None:
-    path = str(tmp_path / "c")
-    written = cluster.run(write_trained, LAYOUTS[there], path, {"layout": there})
-    assert zckpt.validate(path).ok
-    for number, (layout, ranks) in enumerate(LAYOUTS.items()):
-        for restored in cluster.run(restore_whole, ranks, path, {"layout": layout}, number % 2):
-            assert frozen(restored) == frozen(written[0])
+def write_each(path: str, layouts: list[str]) -> list[dict[str, Any]]:
+    return [write_trained(f"{path}/{layout}", {"layout": layout}) for layout in layouts]
+
+
+def restore_each(path: str, layouts: list[str]) -> list[tuple[str, str, dict[str, Any]]]:
+    """Restores the checkpoints of all layouts into these ones, one after the other. The first one is restored into a
+    state that is not trained, and each other one into a state that was trained since the one before.
+
+    Returns, for each, the layout of the checkpoint and of the state, and the tensors.
+    """
+    results = []
+    for layout in layouts:
+        state = make_state(layout, seed=1)
+        for there in LAYOUTS:
+            zckpt.restore(state, f"{path}/{there}")
+            assert state.step == 3
+            results.append((there, layout, whole(state)))
+            train(state, 1)
+        assert frozen(whole(state)) != frozen(results[-1][2])
+    return results
+
+
+def test_every_layout_restores_into_every_other_one(cluster: Cluster, tmp_path: Path) -> None:
+    of_ranks: dict[int, list[str]] = {}
+    for layout, ranks in LAYOUTS.items():
+        of_ranks.setdefault(ranks, []).append(layout)
+    written = {}
+    for ranks, layouts in of_ranks.items():
+        first = cluster.run(write_each, ranks, str(tmp_path), layouts)[0]
+        written |= {layout: frozen(tensors) for layout, tensors in zip(layouts, first, strict=True)}
+    assert all(zckpt.validate(tmp_path / layout).ok for layout in LAYOUTS)
+    for ranks, layouts in of_ranks.items():
+        for there, here, restored in chain(*cluster.run(restore_each, ranks, str(tmp_path), layouts)):
+            assert frozen(restored) == written[there], (there, here)
 
 
 MESHES = [
@@ -99,7 +124,7 @@ def test_every_mesh_restores_into_every_other_one(cluster: Cluster, tmp_path: Pa
     path = str(tmp_path / "c")
     written = cluster.run(write_trained, ranks, path, {"layout": there})
     for layout, here in MESHES:
-        for restored in cluster.run(restore_whole, here, path, {"layout": layout}, 0):
+        for restored in cluster.run(restore_whole, here, path, {"layout": layout}):
             assert frozen(restored) == frozen(written[0]), (layout, here)
 
 
@@ -108,14 +133,14 @@ def test_a_mesh_of_three_dimensions(cluster: Cluster, tmp_path: Path) -> None:
     for number, (there, here) in enumerate([("hsdp-tp", "fsdp"), ("fsdp", "hsdp-tp")]):
         path = str(tmp_path / str(number))
         written = cluster.run(write_trained, {"hsdp-tp": 8, "fsdp": 3}[there], path, {"layout": there})
-        for restored in cluster.run(restore_whole, {"hsdp-tp": 8, "fsdp": 3}[here], path, {"layout": here}, 0):
+        for restored in cluster.run(restore_whole, {"hsdp-tp": 8, "fsdp": 3}[here], path, {"layout": here}):
             assert frozen(restored) == frozen(written[0])
 
 
 def test_a_model_that_was_made_without_memory(cluster: Cluster, tmp_path: Path) -> None:
     path = str(tmp_path / "c")
     written = cluster.run(write_trained, 2, path, {"layout": "fsdp"})
-    for restored in cluster.run(restore_whole, 3, path, {"layout": "fsdp", "meta": True}, 0):
+    for restored in cluster.run(restore_whole, 3, path, {"layout": "fsdp", "meta": True}):
         assert frozen(restored) == frozen(written[0])
 
 
