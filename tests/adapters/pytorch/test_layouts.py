@@ -101,7 +101,7 @@ def test_every_layout_restores_into_every_other_one(cluster: Cluster, tmp_path: 
     of_ranks: dict[int, list[str]] = {}
     for layout, ranks in LAYOUTS.items():
         of_ranks.setdefault(ranks, []).append(layout)
-    written = {}
+    written: dict[str, dict[str, Any]] = {}
     for ranks, layouts in of_ranks.items():
         first = cluster.run(write_each, ranks, str(tmp_path), layouts)[0]
         written |= {layout: frozen(tensors) for layout, tensors in zip(layouts, first, strict=True)}
