@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import errno
 import json
-import multiprocessing
 import os
-import signal
 import sys
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -30,6 +28,7 @@ from zckpt.storage.lock import WriteLock
 from zckpt.storage.schemes import open_store
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from zckpt.storage.contract import Store
@@ -273,14 +272,12 @@ def test_a_removal_that_was_killed_is_finished_by_gc(tmp_path: Path) -> None:
     """The process dies when the manifest is removed and all of the data are there. Such data are not recoverable."""
     write_steps(tmp_path, 1, 2)
 
-    def killed() -> None:
-        with mock.patch.object(LocalStore, "sync_names", side_effect=lambda path: os.kill(os.getpid(), signal.SIGKILL)):
+    def prune(wait: Callable[[], None]) -> None:
+        with mock.patch.object(LocalStore, "sync_names", side_effect=lambda path: wait()):
             zckpt.prune(tmp_path, keep_last=1)
 
-    process = multiprocessing.get_context("fork").Process(target=killed)
-    process.start()
-    process.join()
-    assert process.exitcode == -signal.SIGKILL
+    with stopped_at(prune):
+        pass
     assert not (tmp_path / "s1" / "manifest.msgpack").exists()
     assert zckpt.validate(tmp_path / "s2").ok
     cleanup = zckpt.gc(tmp_path)

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from zckpt.adapters import optimizer
-from zckpt.adapters.trees import subtree
+from zckpt.adapters.trees import counters_of, subtree
 from zckpt.checkpoint.listing.tensors import TensorInfo
 from zckpt.checkpoint.reading.state_dict import PlainValues, paths_of, tensors_by_name
 from zckpt.checkpoint.restoring.plan import engine_state
@@ -110,7 +110,8 @@ class DcpPlan:
     """The plan of a DCP folder. Raises UnsupportedError for a checkpoint that cannot become one, and FormatError."""
 
     copies: Mapping[str, int] = {}
-    """As in ``DeepSpeedFolderPlan``. No copies but the first ones are written."""
+    """The number of the copy that is written, for tensors of which it is not the first one. There are no such tensors,
+    because a DCP folder has one copy of each tensor."""
 
     def __init__(self, checkpoint: Loader, world_size: int | None) -> None:
         if world_size is not None and world_size < 1:
@@ -179,9 +180,9 @@ class DcpPlan:
         if differing:
             phrases.append(f"the values that ranks other than 0 have of {first_few(differing, 3)}")
         engine = engine_state(checkpoint) or {}
-        counters = engine.get("counters")
+        counters = counters_of(engine) if "counters" in engine else {}
         # The reader takes the steps from the optimizer.
-        counted = [key for key, value in counters.items() if value and key != "global_steps"] if counters else []
+        counted = [name for name, value in counters.items() if value and name != "global_steps"]
         if counted:
             phrases.append(f"the counters {', '.join(counted)}")
         if engine.get("scaler"):
