@@ -283,7 +283,6 @@ def die_before_the_first_sign() -> int | None:
         life.Lives._show = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
     with mock.patch.object(tree, "FAN_OUT", 2), pytest.raises(zckpt.RankError) as caught:
         Ranks()
-    time.sleep(5)  # Rank 0 has the store, by which the other ranks hear of it.
     return caught.value.rank
 
 
@@ -295,7 +294,7 @@ def test_a_rank_that_dies_before_its_first_sign_of_life_is_named(cluster: Cluste
 
 def die_before_a_part_meets() -> int | None:
     """Rank 1 comes late to one part. Then it dies in a step of all ranks, before it meets the others of its part."""
-    torch.distributed.barrier()
+    give_up_after(300)
     ranks = Ranks()
     ranks.together(lambda: None, "begin")
 
@@ -307,12 +306,11 @@ def die_before_a_part_meets() -> int | None:
 
     with mock.patch.object(life, "WAITING_SECONDS", 3):
         if ranks.rank == 1:
-            time.sleep(5)  # In no step, a rank shows no signs of life, and is waited for all the same.
+            time.sleep(4)  # In no step, a rank shows no signs of life, and is waited for all the same.
         # This step ends once all ranks of the part are connected. Rank 1 must not die before.
-        ranks.part([0, 1, 2, 3]).together(lambda: None, "connect")
+        ranks.together(lambda: ranks.part([0, 1, 2, 3]).together(lambda: None, "connect"), "connect")
         with pytest.raises(zckpt.RankError, match="has died") as caught:
             ranks.together(act, "meet")
-    time.sleep(2)  # Rank 0 has the store, by which the other ranks hear of it.
     return caught.value.rank
 
 
