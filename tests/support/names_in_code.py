@@ -22,8 +22,9 @@ def full_names(tree: ast.AST) -> set[str]:
     A name ends in ``.*`` where the code could reach everything in a module: by ``from module import *``, by ``vars``,
     or by ``getattr`` with a name that it computes.
     """
-    names = {name for name, _ in Code(tree).uses()}
-    for node in ast.walk(tree):
+    code = Code(tree)
+    names = {name for name, _ in code.uses()}
+    for node in code.nodes:
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -37,10 +38,10 @@ class Code:
     stands for all of them."""
 
     def __init__(self, tree: ast.AST) -> None:
-        self._tree = tree
+        self.nodes = [*ast.walk(tree)]
         self._bound: dict[str, set[str]] = defaultdict(set)
         assignments: list[tuple[str, ast.expr]] = []
-        for node in ast.walk(tree):
+        for node in self.nodes:
             if isinstance(node, ast.Import):
                 for alias in node.names:
                     first = alias.name.partition(".")[0]
@@ -83,7 +84,7 @@ class Code:
 
     def uses(self) -> Iterator[tuple[str, ast.AST]]:
         """Yields what each expression in the code may stand for, and the expression."""
-        for node in ast.walk(self._tree):
+        for node in self.nodes:
             for name in self.meanings(node):
                 yield name, node
 
