@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from zckpt.checkpoint.listing.tensors import TensorInfo as TensorInfo
     from zckpt.checkpoint.reading.checkpoint import Checkpoint as Checkpoint
     from zckpt.checkpoint.restore import RankStates as RankStates
-    from zckpt.checkpoint.restore import Restored as Restored
+    from zckpt.checkpoint.restoring.plan import Restored as Restored
     from zckpt.frameworks.preemption import Preemption as Preemption
     from zckpt.offloading.offload import Offloaded as Offloaded
     from zckpt.progress import Progress as Progress
@@ -38,7 +38,7 @@ _HOMES = {
     "TensorInfo": "checkpoint.listing.tensors",
     "Checkpoint": "checkpoint.reading.checkpoint",
     "RankStates": "checkpoint.restore",
-    "Restored": "checkpoint.restore",
+    "Restored": "checkpoint.restoring.plan",
     "Preemption": "frameworks.preemption",
     "Offloaded": "offloading.offload",
     "Progress": "progress",

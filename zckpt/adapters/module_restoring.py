@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -33,11 +34,13 @@ class ModuleRestoring:
 
     def __init__(self, adapter: ModuleAdapter, selection: Selection) -> None:
         self._adapter, self._engine, self._kind = adapter, adapter.engine, adapter.kind
-        self._selection = selection
-        self._chosen: dict[str, dict[str, Fragment]] = {}
-        """The fragments of ``Selection.wanted``, by part and name."""
+        self._selection = replace(selection, wanted=())  # There may be very many fragments. These are what is needed:
+        self._chosen: dict[str, dict[str, str]] = {}
+        """The names of the tensors in ``Selection.wanted``, by part, with the dtype that each has in the engine."""
         for fragment in selection.wanted:
-            self._chosen.setdefault(fragment.part, {})[fragment.name] = fragment
+            self._chosen.setdefault(fragment.part, {})[fragment.name] = fragment.dtype
+        in_module = adapter.buffers[0]
+        self._wanted_extra = [f for f in selection.wanted if f.part == BUFFER and f.name not in in_module]
         self._moments = {part: chosen for part, chosen in self._chosen.items() if part not in RESERVED_PARTS}
         """Those of them that are moments."""
         self._extra: dict[str, torch.Tensor] = {}
@@ -98,22 +101,20 @@ class ModuleRestoring:
         """Returns all that is read straight into the memory of the engine. ``buffers`` lie in order."""
         flats = [flat for flat in self._kind.flats if not flat.files]
         urgent = chain(
-            self._adapter.buffer_fragments(buffers), self._extra_fragments(self._chosen.get(BUFFER, {})), weights,
+            self._adapter.buffer_fragments(buffers), self._extra_fragments(), weights,
             chain.from_iterable(map(self._masters, flats)),
         )  # fmt: skip
         moments = chain.from_iterable(map(self._moments_of, flats))
         return Batch(tuple(urgent), tuple(moments), self._kind.after_masters)
 
-    def _extra_fragments(self, chosen: Mapping[str, Fragment]) -> Iterator[Fragment]:
-        """Yields the fragments of the extra state, with new memory that ``finish`` gives to the modules. ``chosen``:
-        the fragments of the part ``buffer`` that are restored."""
-        for name, fragment in chosen.items():
-            if name not in self._adapter.buffers[0]:
-                like = self._adapter.extra.tensors.get(name)
-                device = self._adapter.device if like is None else like.device
-                tensor = torch.empty(fragment.shape, dtype=TORCH_DTYPES[fragment.dtype], device=device)
-                self._extra[name] = tensor
-                yield fragment._replace(data=tensor.view(-1))
+    def _extra_fragments(self) -> Iterator[Fragment]:
+        """Yields the fragments of the extra state, with new memory that ``finish`` gives to the modules."""
+        for fragment in self._wanted_extra:
+            like = self._adapter.extra.tensors.get(fragment.name)
+            device = self._adapter.device if like is None else like.device
+            tensor = torch.empty(fragment.shape, dtype=TORCH_DTYPES[fragment.dtype], device=device)
+            self._extra[fragment.name] = tensor
+            yield fragment._replace(data=tensor.view(-1))
 
     def _masters(self, flat: FlatBuffer) -> Iterator[Fragment]:
         """Returns the fragments of the master weights of a flat buffer that is in memory."""
@@ -123,12 +124,12 @@ class ModuleRestoring:
         """Yields the fragments of the moments of a flat buffer that is in memory. Moments that do not exist yet are
         made."""
         for part, chosen in self._moments.items():
-            fragment = next((chosen[name] for name in flat.stored_names if name in chosen), None)
-            if fragment is None:
+            dtype_name = next((chosen[name] for name in flat.stored_names if name in chosen), None)
+            if dtype_name is None:
                 continue
             state = self._kind.optimizer.state[flat.master]
             if part not in state:
-                dtype = TORCH_DTYPES[fragment.dtype]
+                dtype = TORCH_DTYPES[dtype_name]
                 state[part] = torch.zeros(flat.moment_shape(part), dtype=dtype, device=flat.master.device)
             yield from flat.wanted(part, chosen, state[part])
 

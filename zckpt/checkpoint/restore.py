@@ -16,7 +16,7 @@ from zckpt.checkpoint.listing.runs import whole_neighbours
 from zckpt.checkpoint.reading.loader import Loader, ReadRequest
 from zckpt.checkpoint.restoring.machines import find_spread
 from zckpt.checkpoint.restoring.peers import Peers
-from zckpt.checkpoint.restoring.plan import Request, RestorePlan, plan_restore
+from zckpt.checkpoint.restoring.plan import Request, Restored, RestorePlan, plan_restore
 from zckpt.checkpoint.tiers.choice import Chosen, choose
 from zckpt.engines import adapt, engine_of, group_of
 from zckpt.engines.away import away, tensors_in_memory
@@ -32,7 +32,6 @@ from zckpt.errors import (
     warn,
 )
 from zckpt.plan.lineage import Use
-from zckpt.plan.select import by_part
 from zckpt.progress import Progress, logged, reported
 from zckpt.ranks.collectives import Ranks, check_arguments, check_equal, comparable
 from zckpt.storage.location import Location, StrPath
@@ -61,36 +60,6 @@ if TYPE_CHECKING:
         verify: bool | None
         budget: Budget | None
         progress: Progress | None
-
-
-class Restored(dict[str, Any]):
-    """The ``client_state`` of a checkpoint as a dict, and the names of the tensors that ``zckpt.restore`` has set.
-
-    The attributes ``restored``, ``kept``, ``unexpected`` and ``converted`` map the name of a part to names of tensors.
-    They are equal on every rank. Moments that begin at zero are in none of them.
-    """
-
-    def __init__(
-        self,
-        client_state: Mapping[str, Any],
-        restored: Mapping[str, tuple[str, ...]],
-        kept: Mapping[str, tuple[str, ...]],
-        unexpected: Mapping[str, tuple[str, ...]],
-        converted: Mapping[str, tuple[str, ...]],
-    ) -> None:
-        super().__init__(client_state)
-        self.restored = restored
-        """The tensors of the engine that have the values of the checkpoint now."""
-        self.kept = kept
-        """The tensors of the engine that should have been restored, but keep their former values, because the
-        checkpoint does not have them in the right shape."""
-        self.unexpected = unexpected
-        """The tensors of the checkpoint that were not read, because the engine has no such tensor, or has it in another
-        shape."""
-        self.converted = converted
-        """Those of the restored master weights and moments that have another dtype in the checkpoint: fp32, where the
-        engine updates weights of 16 bits, or the reverse. A run that goes on from a narrower dtype is not equal to one
-        that never stopped."""
 
 
 class RankStates(Sequence["dict[str, Any] | None"]):
@@ -263,8 +232,7 @@ def restore_engine(engine: object, path: Place, request: Request) -> tuple[Resto
             raise _mismatch(plan, first, same_as, ranks)
         out = away(engine)
         if out is not None:
-            kept = {fragment.key for fragment in plan.match.wanted} - {fragment.key for fragment in plan.match.filled}
-            out.bring_back_to_restore(kept, ranks, request.budget)
+            out.bring_back_to_restore(plan.unfilled, ranks, request.budget)
         rank_of_writer = ranks.rank if plan.checkpoint.manifest.world_size == ranks.size else None
         ranks.together(lambda: _change(plan, rank_of_writer, request), "restore")
         # ``finish`` uses collectives of its own, so no rank may skip them, not even after an interrupt.
@@ -282,12 +250,7 @@ def restore_engine(engine: object, path: Place, request: Request) -> tuple[Resto
         if out is not None:
             out.note_on_disk((), {})  # The lost states were restored.
         ranks.together(lambda: _load_registered(engine, plan, request, ranks), "load what is registered")
-    match = plan.match
-    sources, converted = (
-        {part: tuple(of_part) for part, of_part in by_name.items()} for by_name in (match.sources, match.converted)
-    )
-    restored = Restored(plan.client_state, sources, by_part(match.kept), by_part(match.unexpected), converted)
-    return restored, RankStates(plan.checkpoint, plan.rank_state)
+    return plan.restored, RankStates(plan.checkpoint, plan.rank_state)
 
 
 def _choose(places: Sequence[StrPath]) -> Chosen | str:
@@ -395,19 +358,13 @@ def _change(plan: RestorePlan, rank: int | None, request: Request) -> None:
 
 
 def _fill(plan: RestorePlan, rank: int | None, request: Request) -> None:
-    checkpoint, sources = plan.checkpoint, plan.match.sources
-    nbytes = sum(
-        fragment.span.numel * sources[fragment.part][fragment.name].item_bytes
-        for fragment in plan.match.filled
-        if fragment.name in sources.get(fragment.part, ())
-    )
-    devices = plan.adapter.devices
+    checkpoint, sources, devices = plan.checkpoint, plan.sources, plan.adapter.devices
     synchronize(devices)
     staging = checkpoint.staging(devices)
     with (
         staging.kept(),
-        logged("restored", checkpoint.path, nbytes),
-        reported(request.progress, "restore", nbytes) as advance,
+        logged("restored", checkpoint.path, plan.read_bytes),
+        reported(request.progress, "restore", plan.read_bytes) as advance,
         closing(plan.restoring.fill()) as batches,
     ):
         for batch in batches:

@@ -16,8 +16,8 @@ import torch
 from zckpt.adapters.pytorch.train_state import kept_state, train_state_of
 from zckpt.checkpoint.background import wait_for
 from zckpt.checkpoint.open import open_chosen, open_loader
-from zckpt.checkpoint.restore import Restored, restore_engine
-from zckpt.checkpoint.restoring.plan import Request
+from zckpt.checkpoint.restore import restore_engine
+from zckpt.checkpoint.restoring.plan import Request, Restored
 from zckpt.checkpoint.write import write_engine
 from zckpt.checkpoint.writing.saves import Saves, saves_of
 from zckpt.engines import adapt, group_of

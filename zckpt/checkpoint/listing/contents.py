@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -141,7 +142,7 @@ class Contents(Mapping[str, TensorInfo]):
         return infos if isinstance(infos, Tensors) else self._at(info._place for info in infos)
 
     def _at(self, places: Iterable[tuple[int, int]]) -> Tensors:
-        return Tensors(self, *np.array([*places], np.int64).reshape(-1, 2).T)
+        return Tensors(self, *np.fromiter(chain.from_iterable(places), np.int64).reshape(-1, 2).T)
 
     # The trees of non-tensor state
 

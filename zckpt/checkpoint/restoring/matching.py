@@ -52,6 +52,21 @@ class Match:
         return [key for key in self.differences if key not in self.zeroed]
 
     @property
+    def unfilled(self) -> set[str]:
+        """The keys of the fragments in ``wanted`` that are not filled."""
+        reads = self.sources
+        return {f.key for f in self.wanted if f.name not in reads.get(f.part, ()) and f.key not in self.zeroed}
+
+    @property
+    def read_bytes(self) -> int:
+        """The number of bytes that are read."""
+        return sum(
+            fragment.span.numel * self.sources[fragment.part][fragment.name].item_bytes
+            for fragment in self.filled
+            if fragment.name in self.sources.get(fragment.part, ())
+        )
+
+    @property
     def weights_kept(self) -> frozenset[str]:
         """The names of the parameters whose weights keep their values."""
         return frozenset(key.partition("/")[2] for key in self.kept if part_of(key) in _WEIGHTS)

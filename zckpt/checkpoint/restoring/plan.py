@@ -24,12 +24,13 @@ from zckpt.errors import check_flags
 from zckpt.format.names import CLIENT_STATE
 from zckpt.geometry import same_order
 from zckpt.plan.inventory import MASTER, WEIGHT_PARTS
-from zckpt.plan.select import several
+from zckpt.plan.select import by_part, several
 from zckpt.transfer.budget import Budget, verifies
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
+    from zckpt.checkpoint.listing.tensors import TensorInfo
     from zckpt.checkpoint.reading.loader import Loader
     from zckpt.progress import Progress
 
@@ -81,15 +82,51 @@ class Request:
         return self.parts is None or self.has_weights
 
 
+class Restored(dict[str, Any]):
+    """The ``client_state`` of a checkpoint as a dict, and the names of the tensors that ``zckpt.restore`` has set.
+
+    The attributes ``restored``, ``kept``, ``unexpected`` and ``converted`` map the name of a part to names of tensors.
+    They are equal on every rank. Moments that begin at zero are in none of them.
+    """
+
+    def __init__(
+        self,
+        client_state: Mapping[str, Any],
+        restored: Mapping[str, tuple[str, ...]],
+        kept: Mapping[str, tuple[str, ...]],
+        unexpected: Mapping[str, tuple[str, ...]],
+        converted: Mapping[str, tuple[str, ...]],
+    ) -> None:
+        super().__init__(client_state)
+        self.restored = restored
+        """The tensors of the engine that have the values of the checkpoint now."""
+        self.kept = kept
+        """The tensors of the engine that should have been restored, but keep their former values, because the
+        checkpoint does not have them in the right shape."""
+        self.unexpected = unexpected
+        """The tensors of the checkpoint that were not read, because the engine has no such tensor, or has it in another
+        shape."""
+        self.converted = converted
+        """Those of the restored master weights and moments that have another dtype in the checkpoint: fp32, where the
+        engine updates weights of 16 bits, or the reverse. A run that goes on from a narrower dtype is not equal to one
+        that never stopped."""
+
+
 @dataclass(frozen=True, slots=True)
 class RestorePlan:
     """What one rank restores. If there are ``problems``, nothing is restored, and these are the reasons."""
 
     adapter: EngineAdapter
     checkpoint: Loader
-    match: Match
+    sources: Mapping[str, Mapping[str, TensorInfo]]
+    """As in ``Match``. The plan has no fragments, because there may be very many of them."""
+    read_bytes: int
+    """The number of bytes that are read."""
+    unfilled: Collection[str]
+    """The keys of the fragments in ``EngineAdapter.wanted`` that are not filled."""
     restoring: Restoring
-    client_state: dict[str, Any]
+    restored: Restored
+    """What ``restore`` returns."""
     rank_state: dict[str, Any] | None
     """The ``client_rank_state`` of this rank, if it is read. It is None if the rank has none, and if the checkpoint was
     written by another number of ranks."""
@@ -180,7 +217,14 @@ def plan_restore(
         what_to_do += WITH_OPTIMIZER
     if checkpoint.contents.left_out and "optimizer" in trees and (request.strict or request.all_moments):
         problems, what_to_do = leaves_out(checkpoint, weights, request.caller)
-    return RestorePlan(adapter, checkpoint, matched, restoring, client_state, own_state, problems, what_to_do, warnings)
+    sources, converted = (
+        {part: tuple(of_part) for part, of_part in by_name.items()} for by_name in (matched.sources, matched.converted)
+    )
+    return RestorePlan(
+        adapter, checkpoint, matched.sources, matched.read_bytes, matched.unfilled, restoring,
+        Restored(client_state, sources, by_part(matched.kept), by_part(matched.unexpected), converted),
+        own_state, problems, what_to_do, warnings,
+    )  # fmt: skip
 
 
 def _check_sizes(checkpoint: Loader, matched: Match) -> None:
