@@ -12,6 +12,7 @@ import torch
 from zckpt.errors import StorageError
 from zckpt.plan.inventory import FileRange
 from zckpt.transfer import stored
+from zckpt.transfer.values_digest import values_digest
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -58,13 +59,13 @@ def test_a_tensor_knows_its_place(tmp_path: Path) -> None:
 
 
 def test_the_digest_is_that_of_the_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stored, "PORTION_BYTES", 400)
+    monkeypatch.setattr("zckpt.transfer.values_digest.PORTION_BYTES", 400)
     place, whole = place_of(tmp_path / "file"), torch.arange(NUMEL, dtype=torch.int32)
     storage = stored.stored_storage(place)
     tensor = torch.empty(0, dtype=torch.int32, device="meta").set_(storage, 0, (200, 100), (100, 1))
-    assert stored.values_digest(tensor) == stored.values_digest(whole)
-    assert stored.values_digest(tensor.t()) == stored.values_digest(whole.view(200, 100).t())
-    assert stored.values_digest(tensor) != stored.values_digest(whole + 1)
+    assert values_digest(tensor) == values_digest(whole)
+    assert values_digest(tensor.t()) == values_digest(whole.view(200, 100).t())
+    assert values_digest(tensor) != values_digest(whole + 1)
 
 
 def test_a_file_that_is_too_short(tmp_path: Path) -> None:

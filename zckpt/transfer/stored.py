@@ -11,9 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from zckpt.format.digest import digest
 from zckpt.storage.files import read_from
-from zckpt.transfer.memory import host_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,13 +19,10 @@ if TYPE_CHECKING:
     from zckpt.plan.inventory import FileRange
 
 PORTION_BYTES = 8 << 20
-"""The most bytes that are read at a time for a digest, and that are in memory beside a tensor that is read."""
+"""The most bytes that are in memory beside a tensor that is read."""
 GAP_BYTES = 64 << 10
 """The most bytes that are read at a time of a tensor that has less than a fourth of the elements between its first and
 its last one. Otherwise far more bytes might be read than it has."""
-_FACTOR = -7046029254386353131
-"""2^64 divided by the golden ratio, as a signed number. Its first multiples, modulo 2^64, are spread evenly over all
-numbers of 64 bits."""
 _PLACE = "_zckpt_place"
 """The attribute of a storage that has its ``FileRange``."""
 
@@ -97,37 +92,3 @@ def _fill(values: torch.Tensor, place: FileRange, offset: int, strides: Sequence
     for first in range(0, values.shape[widest], count):
         portion = values.narrow(widest, first, min(count, values.shape[widest] - first))
         _fill(portion, place, offset + first * strides[widest], strides)
-
-
-def values_digest(tensor: torch.Tensor) -> bytes:
-    """Returns a digest of the values of a tensor, which may be on any device or in a file. It is made of the digests of
-    its portions. Raises StorageError."""
-    flat = in_order(tensor.detach()).view(-1)
-    count = PORTION_BYTES // flat.itemsize
-    portions = (with_values(flat[first : first + count]).cpu() for first in range(0, flat.numel(), count))
-    return digest(b"".join(digest(host_bytes(portion)) for portion in portions))
-
-
-def replica_digest(tensor: torch.Tensor) -> bytes:
-    """Returns a digest of the values of a contiguous tensor, to compare them with those of other ranks, whose
-    tensors are on the same kind of device. On a GPU, it is computed there, so that the values are not copied."""
-    if tensor.device.type != "cuda":
-        return values_digest(tensor)
-    return digest(host_bytes(weighted_sums(tensor).cpu()))
-
-
-def weighted_sums(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the sum of each portion of a contiguous tensor, as int64 on the device of the tensor. The terms of a
-    sum are the bytes of the portion, eight at a time as an int64, each multiplied by an odd number of its own. So if
-    one of these terms changes, the sum changes; if several do, the sum stays the same only by chance, once in 2^64
-    times."""
-    flat = tensor.detach().view(-1).view(torch.uint8)
-    terms = -(-min(PORTION_BYTES, len(flat)) // 8)
-    factors = torch.arange(terms, dtype=torch.int64, device=tensor.device) * _FACTOR | 1
-    sums = []
-    for first in range(0, len(flat), PORTION_BYTES):
-        portion = flat[first : first + PORTION_BYTES]
-        # The copy begins at an address at which an int64 may lie.
-        words = torch.nn.functional.pad(portion, (0, -len(portion) % 8)).clone().view(torch.int64)
-        sums.append((words * factors[: len(words)]).sum())
-    return torch.stack(sums)

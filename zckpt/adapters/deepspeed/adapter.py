@@ -30,8 +30,8 @@ from zckpt.engines.tensors import unwrapped
 from zckpt.errors import UnsupportedError
 from zckpt.plan.inventory import BUFFER, GRADIENT, PARAM
 from zckpt.transfer.memory import why_no_memory
-from zckpt.transfer.stored import values_digest
 from zckpt.transfer.torch_dtypes import torch_name
+from zckpt.transfer.values_digest import values_digest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

@@ -25,8 +25,9 @@ from zckpt.plan.lineage import Use, use_of
 from zckpt.plan.replicas import ReplicaSet
 from zckpt.transfer.devices import synchronize
 from zckpt.transfer.memory import check_fragments, check_memory, host_bytes
-from zckpt.transfer.stored import in_order, replica_digest, stored_range, values_digest
+from zckpt.transfer.stored import in_order, stored_range
 from zckpt.transfer.torch_dtypes import DTYPE_NAMES, TORCH_DTYPES
+from zckpt.transfer.values_digest import replica_digest, values_digest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence

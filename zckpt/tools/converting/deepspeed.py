@@ -32,8 +32,9 @@ from zckpt.tools.converting.deepspeed_model_states import ModelStates
 from zckpt.tools.converting.deepspeed_run import Run
 from zckpt.tools.converting.source import RankPart, Source, file_states, values_of
 from zckpt.tools.converting.stacked import Stacked
-from zckpt.transfer.stored import in_order, values_digest
+from zckpt.transfer.stored import in_order
 from zckpt.transfer.torch_dtypes import torch_name
+from zckpt.transfer.values_digest import values_digest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

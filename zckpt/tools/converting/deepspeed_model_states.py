@@ -16,7 +16,8 @@ from zckpt.geometry import all_of
 from zckpt.plan.inventory import unconverted
 from zckpt.tools.converting.deepspeed_folder import STOCK, STOCK_OF_EXPERTS, of_type
 from zckpt.tools.converting.stacked import Stacked
-from zckpt.transfer.stored import stored_range, values_digest
+from zckpt.transfer.stored import stored_range
+from zckpt.transfer.values_digest import values_digest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -1,19 +1,20 @@
 """Compares tensors of which several groups of ranks hold all elements, such as those that tensor parallelism does not
-cut. Each group may cut them into other partitions. So each rank sums up its elements. Before, each element is
-multiplied by a number that depends on its place in the tensor. The sums of the ranks of a group add up to that of the
-whole tensor."""
+cut. Each group may cut them into other partitions. So each rank sums up a hash of each of its elements, which depends
+on the place of the element in the tensor. The sums of the ranks of a group add up to that of the whole tensor."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
 from zckpt.errors import StateError
 from zckpt.plan.inventory import FileRange
 from zckpt.storage.files import read_from
 from zckpt.transfer.memory import host_bytes
 from zckpt.transfer.stored import with_values
+from zckpt.transfer.values_digest import hashed_sum
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -24,9 +25,7 @@ Sums = list[tuple[str, str, int]]
 """The sums of the elements that one rank holds. Each has the name of the local tensor and that of the rank's group
 before it."""
 PORTION_BYTES = 1 << 20
-"""The most bytes that are read at a time. Up to nine times as many bytes of memory are needed."""
-_FACTOR = np.uint64(0x9E3779B97F4A7C15)
-"""2^64 divided by the golden ratio, rounded to an odd number."""
+"""The most bytes that are read at a time. Up to 33 times as many bytes of memory are needed."""
 
 
 def check_sums(sums: Iterable[tuple[str, str, int]]) -> None:
@@ -43,17 +42,12 @@ def check_sums(sums: Iterable[tuple[str, str, int]]) -> None:
 
 
 def sum_of(fragment: Fragment) -> int:
-    """Returns the sum of the elements of a fragment. In it, each 8, 4, 2 or 1 bytes of an element are a number, which
-    is multiplied by an odd number that depends on the place of the element. So a single other bit changes the sum, and
-    several ones leave it as it is only by chance, once in 2^64 times. Raises StorageError."""
+    """Returns the sum, modulo 2^64, of the hashes of the elements of a fragment, each of which has 8, 4, 2 or 1 bytes
+    (``hashed_sum``). Raises StorageError."""
     total, start = 0, fragment.span.start
     for portion in _portions(fragment):
-        terms = np.arange(start, start + len(portion), dtype=np.uint64)
-        with np.errstate(over="ignore"):
-            terms *= _FACTOR
-            terms |= np.uint64(1)
-            terms *= portion
-            total += int(terms.sum())
+        words = torch.from_numpy(portion.astype(np.uint64).view(np.int64))
+        total += int(hashed_sum(words, start))
         start += len(portion)
     return total % 2**64
 

@@ -25,7 +25,8 @@ from zckpt.geometry import all_of
 from zckpt.plan.inventory import MASTER, PARAM, FileRange, Fragment
 from zckpt.tools.converting.restricted_pickle import load
 from zckpt.tools.converting.source import RankPart, Source
-from zckpt.transfer.stored import in_order, stored_range, values_digest, with_values
+from zckpt.transfer.stored import in_order, stored_range, with_values
+from zckpt.transfer.values_digest import values_digest
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
