@@ -46,7 +46,7 @@ class ParameterRange(NamedTuple):
     written: bool = True
     """Whether this rank writes the elements. If not, another rank writes them, which holds them too."""
     stored_as: str = ""
-    """The value of ``LocalTensor.stored_as`` of the parameter."""
+    """The name that the whole parameter has in a checkpoint, if it is another one (``LocalTensor.stored_as``)."""
 
     @property
     def stored_name(self) -> str:

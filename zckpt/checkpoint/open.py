@@ -26,7 +26,8 @@ def open(  # noqa: A001  like the builtin, on purpose
 ) -> Checkpoint:
     """Opens a checkpoint for reading.
 
-    This reads only the manifest. It needs neither the framework that wrote the checkpoint nor torch.distributed.
+    This reads only the manifest, and with several paths also looks at the lengths of all files. It needs neither the
+    framework that wrote the checkpoint nor torch.distributed.
 
     Args:
         path: the directory of a checkpoint, or that of a run, whose file ``latest`` names the checkpoint. Or several

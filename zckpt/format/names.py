@@ -95,7 +95,7 @@ def check_tensor_name(name: object, *, file: str | None = None) -> None:
 
 def check_tensor_names(tensor_names: Sequence[str], *, file: str | None = None) -> None:
     """Does what ``check_tensor_name`` does for each of ``tensor_names``. Of most checkpoints, all names together show
-    at once that none breaks a rule, which takes a twentieth of the time."""
+    at once that none breaks a rule, which takes a small part of the time."""
     joined = "\n".join(["", *tensor_names, ""])
     if joined.isascii() and not (METADATA in tensor_names or FILLER_PREFIX in joined or "\x7f" in joined):
         ends = np.flatnonzero(np.frombuffer(joined.encode(), np.uint8) < ord(" "))

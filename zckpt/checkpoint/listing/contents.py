@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 KEPT_PIECES = 1 << 22
-"""The most pieces of the index that ``Contents`` keeps in memory. They take 224 MiB."""
+"""The most pieces of the index that ``Contents`` keeps in memory. They take up to 256 MiB."""
 LISTED_PIECES = 1 << 18
 """About how many pieces ``Contents.stored_each`` lists at a time. They take 12 MiB."""
 RANK_PIECES = 1 << 17

@@ -109,8 +109,8 @@ def settle(checkpoint: Store, ranks: Ranks) -> None:
 
 
 def _committed(checkpoint: Store) -> list[str]:
-    """Returns the save id of the manifest in a list, or an empty list if there is none, or a damaged one. Raises
-    StorageError."""
+    """Returns a list with the save id of the checkpoint's manifest. The list is empty if there is no manifest, or if it
+    is damaged. Raises StorageError."""
     try:
         return [manifest_of(checkpoint).save_id]
     except (CheckpointNotFoundError, FormatError):

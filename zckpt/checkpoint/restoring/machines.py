@@ -156,10 +156,10 @@ def look_for_spread(path: StrPath, ranks: Ranks) -> tuple[Spread | None, Callabl
 
 
 class _View(NamedTuple):
-    """What some ranks see of the files of a checkpoint, which are numbered as in ``lengths``."""
+    """The files of a checkpoint that some ranks see. ``lengths`` gives each file a number."""
 
     files: Sequence[Sequence[int]]
-    """The numbers of the files that they see, as runs."""
+    """The numbers of these files, as runs."""
     longer: Mapping[int, int]
     """The lengths in bytes of those files that are longer than they have to be."""
     ranks: Sequence[Sequence[int]]

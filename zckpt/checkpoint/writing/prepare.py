@@ -157,7 +157,7 @@ class _Alone(NamedTuple):
     data_files: Sequence[DataFilePlan]
     metadata: catalog.SaveMetadata
     changes: Changes
-    """Those of the preparation, and those of the trees that were packed for the plan."""
+    """What is replaced or left out in the trees of the preparation, and in those that were packed after it."""
     replicas: Mapping[bytes, Mapping[str, bytes]]
 
 

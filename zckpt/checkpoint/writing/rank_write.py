@@ -50,18 +50,19 @@ if TYPE_CHECKING:
 
 
 LATE_SECONDS = 5.0
-"""For how many seconds a rank looks for the lock of rank 0. The client of a network file system may remember for a
-while that a file does not exist."""
+"""For how many seconds a rank looks for the lock that the leader of its machine holds. The client of a network file
+system may remember for a while that a file does not exist."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class RankWrite:
     """One rank's part in a write. ``begin`` is called on rank 0, then ``write_data_files`` on every rank. Then the
     ranks call ``check_files`` for each other's files, and rank 0 commits in three steps: ``prepare_commit``,
-    ``commit_prepared`` and ``finish``. Each step begins after all ranks have done the step before. A copy and a
-    conversion call ``make_manifest`` first, and in the end ``commit``, which checks all files and does the three steps.
-    After the commit, the lock is released. After a failure on any rank, every rank calls ``remove``. If each machine
-    writes to a disk of its own, the leader of every machine does all that rank 0 does, so they commit together."""
+    ``commit_prepared`` and ``finish``. Each step begins after all ranks have done the step before. A conversion, and a
+    copy of some tensors, first call ``make_manifest``, and in the end ``commit``, which checks all files and does the
+    three steps. After the commit, the lock is released. After a failure on any rank, every rank calls ``remove``. If
+    each machine writes to a disk of its own, the leader of every machine does all that rank 0 does, so they commit
+    together."""
 
     store: Store
     """The directory of the checkpoint."""

@@ -35,7 +35,8 @@ INERT = frozenset({
     ),
     "torch.distributed.checkpoint.filesystem._StorageInfo",
 })  # fmt: skip
-"""The classes in whose place a pickle gets inert objects."""
+"""The classes that a pickle may name, and of which it gets no objects. In their place it gets objects that only keep
+their values."""
 PLAIN: dict[str, type] = {
     **{f"builtins.{kind.__name__}": kind for kind in (int, float, complex, list, dict, set, frozenset)},
     **{f"__builtin__.{kind.__name__}": kind for kind in (int, float, complex, list, dict, set, frozenset)},

@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     import torch
 
 FIRST_NUMEL, COMPARED_NUMEL = 16, 65536
-"""The largest number of elements of a parameter that are compared to tell it from other parameters: first, because most
-weights already differ there, and after that."""
+"""The most elements of a parameter that are compared to tell it from other parameters. A first comparison takes only
+``FIRST_NUMEL`` of them, because most weights already differ there. If they do not, a second one takes
+``COMPARED_NUMEL``."""
 STEPS_MAX = 4_000_000
 """How many steps the search for the names takes at most. A step reads up to 4 KiB. A module with a thousand equal
 weights, such as biases that are still zero, takes about two million."""

@@ -64,7 +64,7 @@ class SlicedFiles:
 
     @property
     def rounds(self) -> int:
-        """The number of rounds."""
+        """The number of rounds in which all slices are sent."""
         return int(self.owners[2].max(initial=-1)) + 1
 
 
