@@ -7,6 +7,7 @@ import io
 import json
 import os
 import signal
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,8 +23,6 @@ from zckpt.cli import main
 from zckpt.ranks import heartbeat
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from tests.support.cluster import Cluster
 
 NAN, INF = float("nan"), float("inf")
@@ -222,6 +221,13 @@ def test_an_error_about_damage_names_the_file(tmp_path: Path) -> None:
         zckpt.diff(tmp_path / "a", tmp_path / "b")
     with pytest.raises(zckpt.CheckpointNotFoundError):
         zckpt.diff(tmp_path / "a", tmp_path / "nothing")
+
+
+def test_pieces_that_claim_the_bytes_of_others_are_refused() -> None:
+    """Otherwise a small file could have very many bytes compared."""
+    broken = Path(__file__).parents[1] / "broken" / "I007-one-place"
+    with pytest.raises(zckpt.FormatError, match="I007"):
+        zckpt.diff(broken, broken)
 
 
 def test_progress(tmp_path: Path) -> None:

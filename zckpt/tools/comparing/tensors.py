@@ -149,6 +149,8 @@ class Comparison:
     def run(self, pairs: Sequence[Pair], progress: Progress | None) -> dict[str, Tally]:
         """Compares this process's share of the values of these tensors. Returns the tally of each tensor that differs,
         by its key. Raises FormatError and StorageError."""
+        for checkpoint, infos in ((self.a, [pair.a for pair in pairs]), (self.b, [pair.b for pair in pairs])):
+            checkpoint.contents.check_sizes(infos)
         tallies: dict[str, Tally] = {}
         lock = threading.Lock()
         limit = slice_bytes(self.budget, max(self.a.manifest.block_bytes, self.b.manifest.block_bytes))
