@@ -6,6 +6,7 @@ import copy
 import gc
 import pickle
 import weakref
+from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -183,6 +184,18 @@ def test_a_model_without_an_optimizer_gets_the_weights(tmp_path: Path) -> None:
     assert frozen(evaluated.model.state_dict()) == frozen(trained.model.state_dict())
     zckpt.write(evaluated, tmp_path / "weights" / "b")
     assert set(zckpt.open(tmp_path / "weights" / "b").parts) == {"param", "buffer"}
+
+
+def test_a_model_may_name_one_of_its_modules_as_torch_compile_names_the_model_in_its_wrapper(tmp_path: Path) -> None:
+    def make(seed: int) -> zckpt.TrainState:
+        torch.manual_seed(seed)
+        model = nn.Sequential(OrderedDict(_orig_mod=nn.Linear(2, 3), head=nn.Linear(3, 2)))
+        return zckpt.TrainState(model, torch.optim.AdamW(model.parameters()))
+
+    saved, other = make(0), make(1)
+    zckpt.write(saved, tmp_path / "a")
+    zckpt.restore(other, tmp_path / "a")
+    assert frozen(other.model.state_dict()) == frozen(saved.model.state_dict())
 
 
 def test_adam_and_adamw_are_told_apart_by_what_they_do(tmp_path: Path) -> None:
