@@ -122,6 +122,28 @@ def test_a_resumed_run_goes_on_bit_for_bit_with_any_optimizer(tmp_path: Path, op
     assert frozen(held(resumed)) == frozen(held(through))
 
 
+@pytest.mark.parametrize("setting", ["lr", "betas"])
+def test_settings_that_are_tensors_are_restored_into_an_optimizer_that_takes_only_numbers(
+    tmp_path: Path, setting: str
+) -> None:
+    def make(seed: int, **settings: Any) -> zckpt.TrainState:
+        torch.manual_seed(seed)
+        model = Net()
+        optimizer = torch.optim.AdamW(model.parameters(), **settings)
+        return zckpt.TrainState(model, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step))
+
+    tensors: dict[str, Any] = {"lr": torch.tensor(0.01), "betas": (torch.tensor(0.8), torch.tensor(0.9))}
+    through = make(0, foreach=False, **{setting: tensors[setting]})
+    train(through, 3)
+    zckpt.write(through, tmp_path / "a")
+    losses = train(through, 3)
+    resumed = make(1, foreach=True)
+    train(resumed, 1)
+    zckpt.restore(resumed, tmp_path / "a")
+    assert train(resumed, 3) == losses
+    assert frozen(held(resumed)) == frozen(held(through))
+
+
 def test_several_optimizers(tmp_path: Path) -> None:
     def make(seed: int) -> zckpt.TrainState:
         torch.manual_seed(seed)

@@ -16,7 +16,7 @@ from zckpt.adapters.optimizer.classes import (
     decouples,
     inner,
 )
-from zckpt.adapters.optimizer.values import placed
+from zckpt.adapters.optimizer.values import has_tensor, placed
 from zckpt.engines.composed import compose, is_composed, is_decomposed, misfit
 from zckpt.errors import first_few
 
@@ -64,6 +64,9 @@ class OptimizerRestoring:
         for group, (settings, _) in zip(self._optimizer.param_groups, self._settings, strict=True):
             for key, value in settings.items():
                 group[key] = placed(value, group.get(key), torch.device("cpu"))
+            # With ``foreach``, but without ``capturable``, torch's Adam refuses a step if a setting is a tensor.
+            if group.get("foreach") and not group.get("capturable") and has_tensor([group[key] for key in settings]):
+                group["foreach"] = False
         for flat, saved in zip(self._flats, self._states, strict=True):
             if saved is None or isinstance(saved, str):
                 continue
