@@ -144,6 +144,25 @@ def test_settings_that_are_tensors_are_restored_into_an_optimizer_that_takes_onl
     assert frozen(held(resumed)) == frozen(held(through))
 
 
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "Adagrad", "Rprop", "NAdam", "Adafactor"])
+def test_a_run_is_restored_to_before_its_first_step(tmp_path: Path, name: str) -> None:
+    """Most optimizers have no state then, and what they begin with is not always zero."""
+
+    def make(seed: int) -> zckpt.TrainState:
+        torch.manual_seed(seed)
+        model = Net()
+        options: dict[str, Any] = {"momentum": 0.9, "dampening": 0.5} if name == "SGD" else {}
+        return zckpt.TrainState(model, getattr(torch.optim, name)(model.parameters(), **options))
+
+    through, resumed = make(0), make(1)
+    zckpt.write(through, tmp_path / "a")
+    losses = train(through, 3)
+    train(resumed, 2)
+    zckpt.restore(resumed, tmp_path / "a")
+    assert train(resumed, 3) == losses
+    assert frozen(held(resumed)) == frozen(held(through))
+
+
 def test_several_optimizers(tmp_path: Path) -> None:
     def make(seed: int) -> zckpt.TrainState:
         torch.manual_seed(seed)

@@ -72,7 +72,9 @@ class OptimizerRestoring:
                 continue
             if not saved.values and not saved.moments:
                 live = self._optimizer.state.get(flat.master, {})
-                if "step" in live:  # It belongs to moments that the engine had before, and that are gone now.
+                if self._begins_anew(flat):
+                    live.clear()  # The optimizer makes it anew in its next step, as it did after the save.
+                elif "step" in live:  # It belongs to moments that the engine had before, and that are gone now.
                     live["step"] = 0 * live["step"]
                 continue
             state, group = self._optimizer.state[flat.master], self._optimizer.param_groups[flat.group]
@@ -88,6 +90,10 @@ class OptimizerRestoring:
             for part in saved.moments:
                 if part not in state:  # The flat buffer is only padding, or the checkpoint lacks its parameters.
                     state[part] = torch.zeros_like(flat.master, requires_grad=False)
+
+    def _begins_anew(self, flat: FlatBuffer) -> bool:
+        """Returns whether the state of a flat buffer is dropped. That in swap files cannot be, so it becomes zero."""
+        return self._saved.begins_anew and not flat.files
 
     def _other_class(self) -> Iterator[str]:
         """Yields the reasons why another optimizer has saved the state."""
@@ -114,7 +120,7 @@ class OptimizerRestoring:
             if state is None or isinstance(state, str):
                 continue
             live = self._optimizer.state.get(flat.master)
-            if live:
+            if live and not self._begins_anew(flat):
                 not_saved = divided(flat, live).bound.keys() - state.values.keys() - self._saved.left_out
                 if not_saved:
                     keys = ", ".join(sorted(map(str, not_saved)))
