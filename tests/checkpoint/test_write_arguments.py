@@ -348,6 +348,21 @@ def test_a_tag_that_latest_cannot_name_is_refused(tmp_path: Path, tag: str) -> N
         write_engine(Engine(), os.path.join(run, tag), WriteOptions(run=run, latest=False))
 
 
+@pytest.mark.parametrize("name", ["manifest.msgpack", "write.lock", f"data-{0:016x}", f"manifest.msgpack.{0:08x}.tmp"])
+@pytest.mark.parametrize("tag", ["{}", "{}/x", "x/{}"])
+def test_a_tag_by_which_a_run_would_look_like_a_checkpoint_is_refused(tmp_path: Path, tag: str, name: str) -> None:
+    run = tmp_path / "run"
+    for latest in (True, False):
+        with pytest.raises(ValueError, match=f"no checkpoint may be in a directory called '{name}'"):
+            write_engine(Engine(), run / tag.format(name), WriteOptions(run=run, latest=latest))
+    assert everything(tmp_path) == {}
+    zckpt.write(Engine(), run / "c")
+    before = everything(tmp_path)
+    with pytest.raises(ValueError, match=f"no checkpoint may be in a directory called '{name}'"):
+        zckpt.cp(run / "c", run / name)
+    assert everything(tmp_path) == before
+
+
 def test_a_directory_named_latest_is_refused(tmp_path: Path) -> None:
     (tmp_path / "latest").mkdir()
     with pytest.raises(CheckpointExistsError, match=f"directory .*`latest`.*{tmp_path}/latest"):

@@ -176,6 +176,9 @@ def save_as_deepspeed_would(directory: str) -> None:
             engine.save_checkpoint(wrong)
     with pytest.raises(zckpt.RankError if rank == 0 else ValueError):
         engine.save_checkpoint("" if rank == 1 else directory)
+    with pytest.raises(zckpt.RankError if rank == 1 else ValueError, match=r"directory called 'manifest\.msgpack'"):
+        engine.save_checkpoint(directory, tag="manifest.msgpack")
+    assert not (root / "manifest.msgpack").exists()
 
     engine.backward(engine(**batch(engine, 2)))
     with warns_on_rank_0(engine, r"does not hold gradients that no optimizer step has used yet \([^)]*\)$"):

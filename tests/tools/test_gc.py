@@ -22,6 +22,7 @@ from zckpt.storage.lock import WriteLock
 from zckpt.storage.schemes import open_store
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 
@@ -158,6 +159,32 @@ def test_what_a_killed_write_has_left_can_be_removed(tmp_path: Path) -> None:
     assert (cleanup.in_use, cleanup.recoverable) == ((), ())
     assert cleanup.nbytes > 1_200_000
     assert tree(tmp_path) == before
+
+
+@pytest.mark.linux
+@pytest.mark.parametrize("lost", ["index.bin", "rank-00001/digests.bin"])
+def test_what_a_killed_repair_has_left_is_removed(tmp_path: Path, lost: str) -> None:
+    write_steps(tmp_path, 1)
+    whole = tree(tmp_path)
+    (file,) = tmp_path.glob(f"s1/data-*/{lost}")
+    file.write_bytes(b"damaged")
+
+    def repair(wait: Callable[[], None]) -> None:
+        with faulty(Fault(lambda *_: wait(), names=("commit",), path=lost)):
+            zckpt.repair(tmp_path / "s1")
+
+    with stopped_at(repair):
+        with_temporary = tree(tmp_path)
+        cleanup = zckpt.gc(tmp_path)
+        assert (cleanup.removed, cleanup.in_use) == ((), (str(tmp_path / "s1"),))
+    # The repair is killed here. The damaged file stays under its other name.
+    (temporary,) = tmp_path.glob(f"s1/data-*/{lost}.*.tmp")
+    cleanup = zckpt.gc(tmp_path)
+    assert [removed.path for removed in cleanup.removed] == [str(temporary)]
+    assert tree(tmp_path) == with_temporary - {str(temporary.relative_to(tmp_path)), "s1/write.lock"}
+    zckpt.repair(tmp_path / "s1")
+    assert zckpt.validate(tmp_path / "s1").ok
+    assert whole < tree(tmp_path)
 
 
 # Checkpoints that could be repaired

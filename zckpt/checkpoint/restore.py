@@ -132,7 +132,8 @@ def restore(
     Parameters that were frozen and are trained now, or the reverse, can be restored with ``strict=False``. Then
     ``master`` is converted from ``param``, and ``param`` from ``master``. If a weight is restored and the checkpoint
     has no moments for it, because it was frozen, its moments begin at zero, and a warning says so. A parameter whose
-    weight is kept keeps its moments.
+    weight is kept keeps its moments. If the checkpoint has no state of the optimizer at all, as before the first step,
+    the optimizer begins anew.
 
     The parameters of one param group share their settings. Parameters whose steps DeepSpeed counts together, such as
     all those of one partition, share a step. If one of these parameters is restored and the checkpoint has settings or

@@ -40,7 +40,7 @@ def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
     while True:
         if isinstance(module, (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)):
             module = module.module
-        elif "_orig_mod" in module._modules:
+        elif any(kind.__name__ == "OptimizedModule" for kind in type(module).__mro__):  # torch.compile has made it.
             module = module.get_submodule("_orig_mod")
         else:
             return module

@@ -73,7 +73,8 @@ def attach(
     - The path that ``load_checkpoint`` returns is the directory of the checkpoint.
     - A failure on one rank raises an error on every rank.
     - A tag that ``latest`` cannot name, such as ``../best``, is saved without a change to ``latest``, with a warning.
-    - A tag that names ``<dir>`` itself or a directory around it, such as ``..``, raises ValueError.
+    - A tag that names ``<dir>`` itself or a directory around it, such as ``..``, or that has a name of a checkpoint's
+      own files, such as ``manifest.msgpack``, raises ValueError.
     - ``custom_load_fn`` raises UnsupportedError for a zckpt checkpoint.
 
     A folder in DeepSpeed's own format is loaded by DeepSpeed. ``load_checkpoint`` does not restore random number

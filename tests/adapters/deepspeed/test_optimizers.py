@@ -125,6 +125,18 @@ def test_a_restored_run_goes_on_bit_for_bit(cluster: Cluster, tmp_path: Path, ca
     assert report.ok, str(report)
 
 
+@pytest.mark.parametrize(
+    "case", ["adafactor-0-fp32", "sgd-1-fp16", "muon-1-one-behind", "factored-2-bf16-groups", "lion-3-nvme-bf16-groups"]
+)
+def test_a_run_is_restored_to_before_its_first_step(cluster: Cluster, tmp_path: Path, case: str) -> None:
+    """The optimizer has no state then, but it has one in the engine that gets the checkpoint."""
+    path = str(tmp_path / "checkpoint")
+    through = cluster.run(go, 2, path, CASES[case], str(tmp_path / "swap"), steps=0)
+    resumed = cluster.run(go, 2, path, CASES[case], str(tmp_path / "other"), 2, 0)
+    for expected, result in zip(through, resumed, strict=True):
+        assert (result["losses"], result["after"]) == (expected["losses"], expected["after"])
+
+
 def write_trained(path: str, setup: dict[str, Any], steps: int = 3) -> None:
     engine = make_engine(**setup)
     train(engine, steps)

@@ -6,6 +6,7 @@ import copy
 import gc
 import pickle
 import weakref
+from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -121,6 +122,47 @@ def test_a_resumed_run_goes_on_bit_for_bit_with_any_optimizer(tmp_path: Path, op
     assert frozen(held(resumed)) == frozen(held(through))
 
 
+@pytest.mark.parametrize("setting", ["lr", "betas"])
+def test_settings_that_are_tensors_are_restored_into_an_optimizer_that_takes_only_numbers(
+    tmp_path: Path, setting: str
+) -> None:
+    def make(seed: int, **settings: Any) -> zckpt.TrainState:
+        torch.manual_seed(seed)
+        model = Net()
+        optimizer = torch.optim.AdamW(model.parameters(), **settings)
+        return zckpt.TrainState(model, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step))
+
+    tensors: dict[str, Any] = {"lr": torch.tensor(0.01), "betas": (torch.tensor(0.8), torch.tensor(0.9))}
+    through = make(0, foreach=False, **{setting: tensors[setting]})
+    train(through, 3)
+    zckpt.write(through, tmp_path / "a")
+    losses = train(through, 3)
+    resumed = make(1, foreach=True)
+    train(resumed, 1)
+    zckpt.restore(resumed, tmp_path / "a")
+    assert train(resumed, 3) == losses
+    assert frozen(held(resumed)) == frozen(held(through))
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "Adagrad", "Rprop", "NAdam", "Adafactor"])
+def test_a_run_is_restored_to_before_its_first_step(tmp_path: Path, name: str) -> None:
+    """Most optimizers have no state then, and what they begin with is not always zero."""
+
+    def make(seed: int) -> zckpt.TrainState:
+        torch.manual_seed(seed)
+        model = Net()
+        options: dict[str, Any] = {"momentum": 0.9, "dampening": 0.5} if name == "SGD" else {}
+        return zckpt.TrainState(model, getattr(torch.optim, name)(model.parameters(), **options))
+
+    through, resumed = make(0), make(1)
+    zckpt.write(through, tmp_path / "a")
+    losses = train(through, 3)
+    train(resumed, 2)
+    zckpt.restore(resumed, tmp_path / "a")
+    assert train(resumed, 3) == losses
+    assert frozen(held(resumed)) == frozen(held(through))
+
+
 def test_several_optimizers(tmp_path: Path) -> None:
     def make(seed: int) -> zckpt.TrainState:
         torch.manual_seed(seed)
@@ -183,6 +225,18 @@ def test_a_model_without_an_optimizer_gets_the_weights(tmp_path: Path) -> None:
     assert frozen(evaluated.model.state_dict()) == frozen(trained.model.state_dict())
     zckpt.write(evaluated, tmp_path / "weights" / "b")
     assert set(zckpt.open(tmp_path / "weights" / "b").parts) == {"param", "buffer"}
+
+
+def test_a_model_may_name_one_of_its_modules_as_torch_compile_names_the_model_in_its_wrapper(tmp_path: Path) -> None:
+    def make(seed: int) -> zckpt.TrainState:
+        torch.manual_seed(seed)
+        model = nn.Sequential(OrderedDict(_orig_mod=nn.Linear(2, 3), head=nn.Linear(3, 2)))
+        return zckpt.TrainState(model, torch.optim.AdamW(model.parameters()))
+
+    saved, other = make(0), make(1)
+    zckpt.write(saved, tmp_path / "a")
+    zckpt.restore(other, tmp_path / "a")
+    assert frozen(other.model.state_dict()) == frozen(saved.model.state_dict())
 
 
 def test_adam_and_adamw_are_told_apart_by_what_they_do(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ INTERCHANGEABLE = DEEPSPEED_CLASSES | TORCH_CLASSES
 of DeepSpeed, which chooses between them by the device to which the optimizer is offloaded, and those of torch."""
 
 KERNELS = frozenset({"foreach", "fused", "capturable", "differentiable"})
-"""The settings of torch's optimizers that choose how a step is computed, and not what it does. No restore sets
-them."""
+"""The settings of torch's optimizers that choose how a step is computed, and not what it does. No restore gives
+them the values that were saved."""
 
 COUNTING_TOGETHER = frozenset({"FusedAdam"})
 """The classes of optimizers that count the steps of all tensors of a param group in one state only: that of the last

@@ -16,7 +16,7 @@ from zckpt.adapters.optimizer.classes import (
     decouples,
     inner,
 )
-from zckpt.adapters.optimizer.values import placed
+from zckpt.adapters.optimizer.values import has_tensor, placed
 from zckpt.engines.composed import compose, is_composed, is_decomposed, misfit
 from zckpt.errors import first_few
 
@@ -64,12 +64,17 @@ class OptimizerRestoring:
         for group, (settings, _) in zip(self._optimizer.param_groups, self._settings, strict=True):
             for key, value in settings.items():
                 group[key] = placed(value, group.get(key), torch.device("cpu"))
+            # With ``foreach``, but without ``capturable``, torch's Adam refuses a step if a setting is a tensor.
+            if group.get("foreach") and not group.get("capturable") and has_tensor([group[key] for key in settings]):
+                group["foreach"] = False
         for flat, saved in zip(self._flats, self._states, strict=True):
             if saved is None or isinstance(saved, str):
                 continue
             if not saved.values and not saved.moments:
                 live = self._optimizer.state.get(flat.master, {})
-                if "step" in live:  # It belongs to moments that the engine had before, and that are gone now.
+                if self._begins_anew(flat):
+                    live.clear()  # The optimizer makes it anew in its next step, as it did after the save.
+                elif "step" in live:  # It belongs to moments that the engine had before, and that are gone now.
                     live["step"] = 0 * live["step"]
                 continue
             state, group = self._optimizer.state[flat.master], self._optimizer.param_groups[flat.group]
@@ -85,6 +90,10 @@ class OptimizerRestoring:
             for part in saved.moments:
                 if part not in state:  # The flat buffer is only padding, or the checkpoint lacks its parameters.
                     state[part] = torch.zeros_like(flat.master, requires_grad=False)
+
+    def _begins_anew(self, flat: FlatBuffer) -> bool:
+        """Returns whether the state of a flat buffer is dropped. That in swap files cannot be, so it becomes zero."""
+        return self._saved.begins_anew and not flat.files
 
     def _other_class(self) -> Iterator[str]:
         """Yields the reasons why another optimizer has saved the state."""
@@ -111,7 +120,7 @@ class OptimizerRestoring:
             if state is None or isinstance(state, str):
                 continue
             live = self._optimizer.state.get(flat.master)
-            if live:
+            if live and not self._begins_anew(flat):
                 not_saved = divided(flat, live).bound.keys() - state.values.keys() - self._saved.left_out
                 if not_saved:
                     keys = ", ".join(sorted(map(str, not_saved)))

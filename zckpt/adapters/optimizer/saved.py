@@ -83,6 +83,9 @@ class Saved:
         self._state_of: dict[str, State] = {}
         for entry in _members(tree, "states"):
             self._state_of.update(dict.fromkeys(entry["params"], self._state(entry)))
+        self.begins_anew = not (self._state_of or kept)
+        """Whether all weights are restored, and the optimizer had no state when it was saved, as before its first
+        step."""
         self._counted = self._state_of
         if (self.inner_class or self.optimizer_class) in COUNTING_TOGETHER:
             self._counted = {name: state for group in self.groups for name, state in self._counted_in(group)}

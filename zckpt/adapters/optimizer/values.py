@@ -46,6 +46,11 @@ def placed(value: Any, present: Any, device: torch.device) -> Any:
     return like(value, present)
 
 
+def has_tensor(value: Any) -> bool:
+    """Returns whether the value is a tensor, or a list or tuple with a tensor."""
+    return isinstance(value, torch.Tensor) or (isinstance(value, (list, tuple)) and any(map(has_tensor, value)))
+
+
 def narrow_dtype(value: Any) -> Any:
     """Returns the name of the dtype if the value is a numpy scalar of ``NARROW``, a list of such names if it is a list
     or tuple with such scalars, and otherwise None."""

@@ -63,7 +63,9 @@ class Work:
         ``unwanted_in``: the run of the checkpoint. ``save_id``: the save id of the checkpoint. If another process has
         committed another checkpoint there meanwhile, that one stays, and is recorded as in use."""
         path = str(store.location)
-        left, holder, is_discarded = leftovers(store), read_lock(store), store.location in self.discarded
+        # All of an unwanted checkpoint is removed, with what repairs have left in it.
+        left, holder = leftovers(store, deep=unwanted_in is None), read_lock(store)
+        is_discarded = store.location in self.discarded
         # If there is nothing to do, no lock is taken, because that could make a write fail that is about to begin.
         is_held = store.entry(names.LOCK) is not None if holder is None else is_lock(holder)
         idle = not (unwanted_in or left.own or is_discarded or is_held)
@@ -108,7 +110,7 @@ class Work:
         complete = recoverable(store, removed_before)
         if store.location in self.discarded:
             self.remove(store, complete, "discarded", ())
-        left = leftovers(store)
+        left = leftovers(store, deep=unwanted_in is None)
         remains = [name for name in left.own if name not in {*complete, *prepared}]
         young = self._young(store, remains)
         self.in_use += [str(store.location.child(name)) for name in young]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import closing, suppress
 from typing import TYPE_CHECKING, NamedTuple
 
+from zckpt.checkpoint.listing.files import lengths
 from zckpt.checkpoint.listing.find import manifest_of
 from zckpt.checkpoint.listing.runs import entries_of, is_leftover
 from zckpt.errors import CheckpointNotFoundError, FormatError, MissingFileError, StorageError, ZckptError, first_few
@@ -34,18 +35,21 @@ class Leftovers(NamedTuple):
     """The entries of a checkpoint's directory that writes have made and that its manifest does not name."""
 
     own: list[str]
-    """The names of the entries that may be removed."""
+    """The names of the entries that may be removed, and the paths of such files in the data of the checkpoint."""
     foreign: list[str]
     """The names of the entries that stay, because not all that is in them is zckpt's."""
     manifest: Manifest | None
     """The manifest of the checkpoint, or None if there is none or it cannot be read."""
 
 
-def leftovers(checkpoint: Store) -> Leftovers:
+def leftovers(checkpoint: Store, *, deep: bool = False) -> Leftovers:
     """Returns what writes have left in a checkpoint's directory. The writes died, failed or were replaced, or are under
     way. If the manifest cannot be read, it may name any of the entries, and both lists are empty. They do not have what
     cannot be read, either, nor a temporary file of the lock whose process may be alive: it is about to take the lock,
-    or asks the store for its time. A process that removes leftovers has to hold the lock."""
+    or asks the store for its time. A process that removes leftovers has to hold the lock.
+
+    ``deep``: whether to look into the data directory that the manifest names, where repairs may have left temporary
+    files. This lists the directories of all ranks."""
     own, foreign = list[str](), list[str]()
     try:
         manifest = manifest_of(checkpoint)
@@ -62,6 +66,11 @@ def leftovers(checkpoint: Store) -> Leftovers:
                 # Another process may remove an entry meanwhile.
                 if not is_in_use and (is_own or checkpoint.entry(name) is not None):
                     (own if is_own else foreign).append(name)
+    if deep and manifest is not None:
+        with suppress(StorageError):
+            files = look(checkpoint, names.data_dir(manifest.save_id), lengths(manifest)).files
+            rebuilt = (names.INDEX, names.DIGESTS)
+            own += [path for path in files if any(names.is_temporary(path.split("/")[-1], of) for of in rebuilt)]
     return Leftovers(own, foreign, manifest)
 
 

@@ -206,7 +206,15 @@ def refuse_place(target: Store, run: Store, *, latest: bool) -> None:
     """Raises CheckpointExistsError if a new checkpoint at ``target``, of this run, would hide others or be hidden by
     one. To open a directory that has a manifest is to open the checkpoint in it, and none in its subdirectories.
     ``latest``: whether the file ``latest`` will be written, in whose place there may be no directory then.
+
+    Raises ValueError if the path has a name by which a directory above it would look like a checkpoint.
     """
+    for name in target.location.path_from(run.location).split("/"):
+        if is_begun([name]):
+            raise ValueError(
+                f"no checkpoint may be in a directory called {name!r}, which is a name of a checkpoint's own files: "
+                "choose another tag or path"
+            )
     in_it = (printable(inner.location.path_from(target.location)) for inner in _checkpoints(target))
     below = "the file `latest`" if names.LATEST in entries_of(target) else next(in_it, None)
     if below is not None:

@@ -23,7 +23,7 @@ from zckpt.engines.state_dict import STATE_DICT
 from zckpt.errors import check_flags
 from zckpt.format.names import CLIENT_STATE
 from zckpt.geometry import same_order
-from zckpt.plan.inventory import MASTER, WEIGHT_PARTS
+from zckpt.plan.inventory import MASTER, RESERVED_PARTS, WEIGHT_PARTS
 from zckpt.plan.select import by_part, several
 from zckpt.transfer.budget import Budget, verifies
 
@@ -158,6 +158,11 @@ def plan_restore(
 
     saved, same_size = engine_state(checkpoint), checkpoint.manifest.world_size == size
     state = {name: (saved or {}).get(name) for name in trees}
+    moments = names.keys() - RESERVED_PARTS
+    if state.get("optimizer") is not None and not (in_part or moments or checkpoint.contents.left_out):
+        # The optimizer had no moments, as before its first step, and begins anew without those that it has now.
+        missing = {key: why for key, why in matched.differences.items() if key not in matched.zeroed}
+        matched = replace(matched, differences=missing)
     needs_rank_state = request.rng or (saved is not None and adapter.needs_rank_state(state))
     rank_state = checkpoint.rank_state(rank, lazy=True) if needs_rank_state and same_size else None
     selection = Selection(

@@ -117,7 +117,8 @@ def convert(
         NoSpaceError: there is too little free space.
         StorageError: the operating system reports an error when it reads or writes.
         RankError: another rank has failed or is lost, or the ranks have different arguments.
-        ValueError: the arguments contradict each other.
+        ValueError: the arguments contradict each other, or the checkpoint has a name that the own files of a checkpoint
+            have.
     """
     ranks = Ranks(call="zckpt.convert")
 

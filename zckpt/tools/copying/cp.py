@@ -86,6 +86,7 @@ def cp(
         FormatError: data of the source is damaged or missing.
         CheckpointExistsError: there is already a checkpoint at ``destination``, or ``destination`` is the directory of
             a run or is inside of a checkpoint.
+        ValueError: ``destination`` has a name that the own files of a checkpoint have.
         LockedError: another writer is writing to ``destination``.
         RankError: another rank has failed or is lost, or the ranks have different arguments.
         NoSpaceError: there is too little free space for the copy.
