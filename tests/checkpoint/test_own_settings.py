@@ -239,6 +239,17 @@ def with_counts_of_its_own(optimizer: Any) -> Any:
     return scheduler
 
 
+def with_a_step_that_passes_on(optimizer: Any) -> Any:
+    scheduler = halving(optimizer)
+    step = scheduler.step
+
+    def step_with_any_arguments(*args: Any, **kwargs: Any) -> None:
+        step(*args, **kwargs)
+
+    scheduler.step = step_with_any_arguments
+    return scheduler
+
+
 def follow_hints(directory: str) -> None:
     engine = layers_engine(2, 2, halving)
     train(engine, BEFORE)
@@ -256,6 +267,9 @@ def follow_hints(directory: str) -> None:
     ahead = layers_engine(2, 2, halving, seed=1)
     train(ahead, BEFORE + 1)
     assert restored_by_hint(ahead, directory, settings="engine") == ["state"]
+    passing_on = layers_engine(2, 2, with_a_step_that_passes_on, seed=1)
+    zckpt.restore(passing_on, directory, settings="engine")
+    assert passing_on.lr_scheduler.last_epoch == BEFORE
     odd = layers_engine(2, 2, with_counts_of_its_own, seed=1)
     assert restored_by_hint(odd, directory, settings="engine") == ["state"]
     for layers in (2, 3):  # the last resort

@@ -96,7 +96,9 @@ class SavedScheduler:
             return "one of the two schedulers does not count its steps, or they count them in different ways"
         if steps[0] > steps[1]:
             return f"it has taken {steps[0]} steps already, and that of the checkpoint only {steps[1]}"
-        needed = [p.name for p in inspect.signature(self._scheduler.step).parameters.values() if p.default is p.empty]
+        optional = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+        arguments = inspect.signature(self._scheduler.step).parameters.values()
+        needed = [p.name for p in arguments if p.default is p.empty and p.kind not in optional]
         return f"its step() needs {', '.join(needed)}" if needed else ""
 
     def _is_by_group(self, saved: object, live: object) -> bool:

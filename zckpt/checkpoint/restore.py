@@ -231,6 +231,9 @@ def restore_engine(engine: object, path: Place, request: Request) -> tuple[Resto
         (plan,) = plans
         if first is not None:
             raise _mismatch(plan, first, same_as, ranks)
+        # What is made here takes part in the training, also if the caller is in an evaluation.
+        evaluates = torch.is_inference_mode_enabled() and not plan.adapter.trains
+        exchange.enter_context(torch.inference_mode(evaluates))
         out = away(engine)
         if out is not None:
             out.bring_back_to_restore(plan.unfilled, ranks, request.budget)

@@ -8,6 +8,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
+import torch
+
 from zckpt.checkpoint.background import PendingWrite, is_ending, wait_for
 from zckpt.checkpoint.cleaning.older import remove_older
 from zckpt.checkpoint.listing.doubt import settle
@@ -310,7 +312,9 @@ def write_together(
     offloaded = away(engine)
     # ``after_write`` may gather parameters, which have to be in memory.
     if offloaded is None or PARAM not in offloaded.parts:
-        prepared.adapter.after_write()
+        evaluates = torch.is_inference_mode_enabled() and not prepared.adapter.trains
+        with torch.inference_mode(evaluates):  # What is made here takes part in the training.
+            prepared.adapter.after_write()
     return pending or prepared.target
 
 

@@ -73,6 +73,21 @@ def test_parameters_are_gathered_as_by_deepspeed_s_own_save(cluster: Cluster, tm
         assert ours == [stock] * 3
 
 
+def go_on_after_inference_mode(path: str) -> dict[str, Any]:
+    """Returns the losses of a run that is written in the course of an evaluation, and of one that is restored there."""
+    written, restored = make_engine(), make_engine(seed=1)
+    train(written, 2)
+    with torch.inference_mode():
+        zckpt.write(written, path)
+        zckpt.restore(restored, path)
+    return {"written": train(written, BEFORE), "restored": train(restored, BEFORE)}
+
+
+def test_a_run_goes_on_after_a_write_and_a_restore_in_inference_mode(cluster: Cluster, tmp_path: Path) -> None:
+    for losses in cluster.run(go_on_after_inference_mode, 2, str(tmp_path / "a")):
+        assert losses["written"] == losses["restored"]
+
+
 @pytest.mark.parametrize("trained", [0, 2], ids=["fresh", "trained"])
 def test_a_restored_run_goes_on_bit_for_bit(cluster: Cluster, run: Run, trained: int) -> None:
     assert_goes_on_alike(run.through, cluster.run(restore_and_go_on, 2, str(run.path), run.setup, trained))

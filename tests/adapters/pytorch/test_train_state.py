@@ -163,6 +163,18 @@ def test_a_run_is_restored_to_before_its_first_step(tmp_path: Path, name: str) -
     assert frozen(held(resumed)) == frozen(held(through))
 
 
+def test_a_run_goes_on_after_a_restore_in_inference_mode(tmp_path: Path) -> None:
+    """What a restore makes there, such as moments, would otherwise be refused by the next step."""
+    through, resumed = make_state("alone"), make_state("alone", seed=1)
+    train(through, 3)
+    zckpt.write(through, tmp_path / "a")
+    losses = train(through, 3)
+    with torch.inference_mode():
+        zckpt.restore(resumed, tmp_path / "a")
+    assert train(resumed, 3) == losses
+    assert frozen(held(resumed)) == frozen(held(through))
+
+
 def test_several_optimizers(tmp_path: Path) -> None:
     def make(seed: int) -> zckpt.TrainState:
         torch.manual_seed(seed)

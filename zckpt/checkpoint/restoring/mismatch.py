@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from zckpt.checkpoint.listing.runs import newest_to_resume
+from zckpt.checkpoint.listing.runs import newest_to_resume, run_of
 from zckpt.errors import first_few
 from zckpt.plan.inventory import MASTER, PARAM, RESERVED_PARTS
 from zckpt.plan.select import part_of
@@ -122,8 +122,10 @@ def fits_in_part(checkpoint: Loader, matched: Match, trees: Collection[str]) -> 
 def leaves_out(checkpoint: Loader, weights: Sequence[str], caller: Caller) -> tuple[list[str], str]:
     """Returns the problem and the hint for a checkpoint that leaves out what a training needs to go on. ``weights``: as
     for ``hint``. Looks for a checkpoint of the run that does not."""
-    full = newest_to_resume(open_store(checkpoint.path), checkpoint.contents.lineage)
-    resume = f"resume from {full}, the newest one that holds all" if full else "no other one of the run holds all"
+    store = open_store(checkpoint.path)
+    full = newest_to_resume(store, checkpoint.contents.lineage)
+    nothing = f"no other one of the run in {run_of(store).location} holds all"
+    resume = f"resume from {full}, the newest one that holds all" if full else nothing
     problem = (
         f"the checkpoint leaves out {', '.join(checkpoint.contents.left_out)}, without which training cannot go on"
     )
