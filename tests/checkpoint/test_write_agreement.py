@@ -325,6 +325,8 @@ def differ(path: str) -> list[str]:
             {"parts": ["master"] if rank else None},
             {"exclude": ["exp_avg"] if rank else ()},
             {"background": bool(rank)},
+            {"keep_last": 1 + rank},
+            {"copy_to": zckpt.CopyTo(f"{path}/far", keep_last=2, keep_every=4 + rank)},
         ):
             with pytest.raises(zckpt.RankError) as refused:
                 zckpt.write(Half(3), f"{path}/c", **options)
@@ -352,6 +354,8 @@ def test_arguments_that_differ_by_rank_are_refused_before_a_byte_is_written(clus
         assert "different parts arguments: None on rank 0, ['master'] on rank 1" in messages[0]
         assert "different exclude arguments: [] on rank 0, ['exp_avg'] on rank 1" in messages[1]
         assert "different background arguments: False on rank 0, True on rank 1" in messages[2]
+        assert "different keep_last arguments: 1 on rank 0, 2 on rank 1" in messages[3]
+        assert "different keep_every of copy_to arguments: 4 on rank 0, 5 on rank 1" in messages[4]
 
 
 def test_ranks_that_differ_in_the_order_of_keys_alone_agree(cluster: Cluster, tmp_path: Path) -> None:

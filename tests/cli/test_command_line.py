@@ -94,10 +94,13 @@ def test_the_exit_status_says_whether_a_command_found_damage_or_failed(
         shown = capsys.readouterr()
         assert (ended.value.code, shown.out) == (2, "")
         assert "usage: zckpt" in shown.err
-    assert main(["validate", str(tmp_path / "absent")]) == 2
-    shown = capsys.readouterr()
-    assert shown.out == ""
-    assert shown.err.startswith("zckpt: the path does not exist")
+    absent = str(tmp_path / "absent")
+    for command in (["validate", absent], ["info", absent], ["convert", absent, "new", "--to", "dcp"]):
+        assert main(command) == 2
+        shown = capsys.readouterr()
+        assert shown.out == ""
+        assert shown.err.startswith(f"zckpt: the path does not exist (file {absent})")
+        assert "give the directory of a checkpoint or run" in shown.err
 
 
 @pytest.mark.parametrize(
@@ -240,14 +243,13 @@ def test_a_run_with_checkpoints_of_zckpt_and_of_deepspeed(tmp_path: Path, capsys
         return capsys.readouterr().err
 
     (run / "latest").write_text("global_step9")
-    assert "or give one of the checkpoints that are here, newest first: global_step7" in error("ls", str(run))
-    assert f"give the path of one of the checkpoints in {run}: global_step7" in error(
-        "convert", str(run), str(tmp_path / "new"), "--to", "deepspeed"
-    )
+    new = str(tmp_path / "new")
+    for command in (["ls", str(run)], ["convert", str(run), new, "--to", "deepspeed"]):
+        assert "or give one of the checkpoints that are here, newest first: global_step7" in error(*command)
     (run / "latest").write_text("global_step7")
     for tag in ([], ["--tag", "global_step7"], ["--tag", "absent"]):
-        said = error("convert", str(run), str(tmp_path / "new"), *tag)
-        assert f"with tag (--tag), name one of the checkpoints in {run}: global_step9" in said
+        said = error("convert", str(run), new, *tag)
+        assert f"give one of the checkpoints in {run}, by its path or as tag (--tag): global_step9" in said
 
 
 def test_the_hints_of_conversions_name_options_of_the_command_line(

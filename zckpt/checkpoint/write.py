@@ -15,7 +15,7 @@ from zckpt.checkpoint.cleaning.older import remove_older
 from zckpt.checkpoint.listing.doubt import settle
 from zckpt.checkpoint.listing.leftovers import left_alone
 from zckpt.checkpoint.tiers import queue
-from zckpt.checkpoint.tiers.upload import Upload, place_there, run_there
+from zckpt.checkpoint.tiers.upload import Upload, place_there, refuse_copy, run_there
 from zckpt.checkpoint.writing.decide import Agreed, Assigned, Facts, ForRank, Planned, agree, describe
 from zckpt.checkpoint.writing.machines import Machines, find_machines
 from zckpt.checkpoint.writing.options import (
@@ -201,7 +201,8 @@ def write(
             value that is not allowed.
         TypeError: an argument has the wrong type, or there is no such argument.
         CheckpointExistsError: there is already a checkpoint at ``path``, or ``path`` is the directory of a run or is
-            inside of a checkpoint. One of two nested checkpoints would hide the other.
+            inside of a checkpoint. One of two nested checkpoints would hide the other. The same holds for the
+            copy (``copy_to``). If it is in an object store and ``path`` is not, only the copy itself fails.
         LockedError: another writer is writing to ``path``.
         RankError: another rank has failed or is lost, or the ranks have different arguments.
         NoSpaceError: there is too little free space. The space that all ranks need is compared with the free space
@@ -248,8 +249,11 @@ def write_together(
         prepared = prepare(engine, path, options, first=ranks.rank == 0)
         # This is inside of the step, because it may fail. It stays so unless ``find_machines`` finds several.
         machines = Machines.one(ranks.size)
-        if prepared.options.copies is not None:
-            copy_at = place_there(prepared.options.copies.path, prepared.run.location, prepared.store.location)
+        if (copies := prepared.options.copies) is not None:
+            run, checkpoint = prepared.run.location, prepared.store.location
+            copy_at = place_there(copies.path, run, checkpoint)
+            if ranks.rank == 0:
+                refuse_copy(copy_at, run_there(copies.path, run), checkpoint, prepared.options)
         return prepared.facts
 
     def plan_here() -> Planned:

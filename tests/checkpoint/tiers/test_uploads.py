@@ -236,6 +236,26 @@ def test_wrong_arguments_are_refused_before_anything_is_written(
     assert [*tmp_path.iterdir()] == [link]
 
 
+@pytest.mark.parametrize(
+    ("path", "copy_to", "why"),
+    [
+        ("near/step1", "far", r"already a checkpoint .*far/step1"),
+        ("near/step2", "far/step1", r"far/step1 is a checkpoint, which would hide one .*far/step1/step2"),
+        ("near/far", "", r"the directory of a run, with the file `latest`.*far"),
+        ("near/near", "", r"copy_to leads to .*near, which .*near/near is in"),
+    ],
+)
+def test_a_copy_that_would_replace_or_hide_a_checkpoint_is_refused_before_anything_is_written(
+    tmp_path: Path, path: str, copy_to: str, why: str
+) -> None:
+    engine = trained(1)
+    zckpt.write(engine, tmp_path / "far" / "step1")
+    before = everything(tmp_path)
+    with pytest.raises((ValueError, zckpt.CheckpointExistsError), match=why):
+        zckpt.write(engine, tmp_path / path, copy_to=tmp_path / copy_to)
+    assert everything(tmp_path) == before
+
+
 SCRIPT = """
 import sys
 import torch.distributed as dist

@@ -154,15 +154,17 @@ def test_several_models_in_a_folder(tmp_path: Path) -> None:
         (tmp_path / "source" / name).mkdir(parents=True)
         for file in ("config.json", "model.safetensors"):
             (tmp_path / "source" / name / file).touch()
-    refused(tmp_path / "source", zckpt.CheckpointNotFoundError, "name one of the checkpoints in .*: first, second")
+    refused(tmp_path / "source", zckpt.CheckpointNotFoundError, "give one of the checkpoints in .*: first, second")
 
 
 def test_no_checkpoint(tmp_path: Path) -> None:
-    refused(tmp_path / "source", zckpt.CheckpointNotFoundError, "(?s)no such folder.*give the folder of a checkpoint")
+    absent = r"(?s)^the path does not exist \(file .*\)\n  "
+    refused(tmp_path / "source", zckpt.CheckpointNotFoundError, f"{absent}give the folder of a checkpoint of DeepSpeed")
     (tmp_path / "source" / "inner").mkdir(parents=True)
+    refused(tmp_path / "sorce", zckpt.CheckpointNotFoundError, f"{absent}did you mean {tmp_path / 'source'}")
     refused(tmp_path / "source", zckpt.CheckpointNotFoundError, "no checkpoint of a known format")
     make_folder(tmp_path / "source" / "good")
-    hint = f"name one of the checkpoints in {tmp_path / 'source'}: good"
+    hint = rf"give one of the checkpoints in {tmp_path / 'source'}, by its path or as tag \(--tag\): good"
     refused(tmp_path / "source", zckpt.CheckpointNotFoundError, hint)
     refused(tmp_path / "source", zckpt.CheckpointNotFoundError, hint, tag="bad")
     refused(tmp_path / "source" / "bad", zckpt.CheckpointNotFoundError, hint)

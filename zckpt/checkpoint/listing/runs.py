@@ -53,6 +53,7 @@ _ACCELERATE = re.compile(r"checkpoint_[0-9]+", re.ASCII)
 """The name of a directory that Accelerate makes for one save if it names the directories itself."""
 
 NOTHING_CHANGED = "nothing was changed"
+_GIVE = "give the directory of a checkpoint or run"
 
 
 def read_manifest(checkpoint: Store, reader: Reader) -> Manifest:
@@ -371,22 +372,25 @@ def what_is_whole(checkpoint: Store, *, here: bool = False) -> str:
     return f"of the run's other checkpoints these are whole{place}, newest first: {', '.join(map(printable, whole))}"
 
 
-def nothing_at(store: Store) -> CheckpointNotFoundError:
-    """Returns the error for a path without a directory. It names the run's checkpoints or a similar directory."""
+def nothing_at(store: Store, beside: str | None = None, give: str = _GIVE) -> CheckpointNotFoundError:
+    """Returns the error for a path without a directory. Its hint names the checkpoints beside the path, or a directory
+    with a similar name, or says what can be given. ``beside`` and ``give``: the first and the last of these, for a call
+    that takes other formats. ``beside`` is empty if there are no checkpoints, and None stands for those of zckpt."""
     is_file = store.entry("") is not None
+    hint = (_checkpoints_beside(store) if beside is None else beside) or _similar_to(store) or give
+    if is_file:
+        hint += "; `zckpt convert` reads a file of torch.save"
     what = "the path is a file" if is_file else "the path does not exist"
+    return CheckpointNotFoundError(what, file=str(store.location), hint=hint)
+
+
+def _checkpoints_beside(store: Store) -> str:
+    """Returns a clause that names the checkpoints of the run in which a path is, or an empty text if it has none."""
     run = store.parent
     if is_of_trainer(run.location.name):
         run = run.parent
-    checkpoints = _newest_first(_checkpoints(run))
-    place = printable(str(run.location))
-    if checkpoints:
-        hint = f"the checkpoints in {place} are, newest first: {_listed(checkpoints, run)}"
-    else:
-        hint = _similar_to(store) or "give the directory of a checkpoint or run"
-    if is_file:
-        hint += "; `zckpt convert` reads a file of torch.save"
-    return CheckpointNotFoundError(what, file=str(store.location), hint=hint)
+    listed = _listed(_newest_first(_checkpoints(run)), run)
+    return f"the checkpoints in {printable(str(run.location))} are, newest first: {listed}" if listed else ""
 
 
 def _similar_to(store: Store) -> str:
@@ -424,7 +428,7 @@ def what_is_here(run: Store) -> str:
         kind = foreign[0][1]
         listed = _listed([directory for directory, other in foreign if other is kind], run)
         return f"{kind.what} is in {listed}; {kind.hint}"
-    return "no checkpoint is here; give the directory of a checkpoint or run"
+    return f"no checkpoint is here; {_GIVE}"
 
 
 def _runs_in(above: Store) -> list[Store]:

@@ -12,10 +12,10 @@ from zckpt.checkpoint.copying.copy import Copy, Tries
 from zckpt.checkpoint.copying.files import TABLE, Copied
 from zckpt.checkpoint.listing.contents import Contents
 from zckpt.checkpoint.listing.find import manifest_of
-from zckpt.checkpoint.listing.runs import decode_manifest, latest_name, manifest_bytes
+from zckpt.checkpoint.listing.runs import decode_manifest, latest_name, manifest_bytes, refuse_place
 from zckpt.checkpoint.writing.options import WriteOptions
 from zckpt.checkpoint.writing.rank_write import join
-from zckpt.errors import CheckpointNotFoundError
+from zckpt.errors import CheckpointExistsError, CheckpointNotFoundError, StorageError
 from zckpt.format import names
 from zckpt.storage.location import Location, StrPath
 from zckpt.storage.lock import WriteLock
@@ -41,7 +41,7 @@ def run_there(copy_to: StrPath, run: Location) -> Location:
 
 def place_there(copy_to: StrPath, run: Location, checkpoint: Location) -> Location:
     """Returns the directory of the copy of a checkpoint of ``run``. Raises ValueError if it has none, or if it would be
-    the checkpoint itself or inside of it, and UnsupportedError if nothing can be written there."""
+    the checkpoint itself, inside of it or around it, and UnsupportedError if nothing can be written there."""
     name = checkpoint.path_from(run)
     if name.split("/")[0] in ("..", ".", names.LATEST) or "://" in name:
         raise ValueError(f"copy_to copies the checkpoints in {run}, and {checkpoint} is not in it: choose another path")
@@ -52,9 +52,32 @@ def place_there(copy_to: StrPath, run: Location, checkpoint: Location) -> Locati
         raise ValueError(f"copy_to leads to the directory of the run itself: copy {checkpoint} to another place")
     if from_checkpoint.split("/")[0] != ".." and place.scheme == checkpoint.scheme:
         raise ValueError(f"copy_to leads into the checkpoint {checkpoint} itself: copy it to another place")
+    if {*from_checkpoint.split("/")} == {".."}:
+        raise ValueError(f"copy_to leads to {place}, which {checkpoint} is in: copy it to another place")
     store = open_store(place)
     store.refuse_read_only()
     return store.location
+
+
+def refuse_copy(copy: Location, copies: Location, checkpoint: Location, options: WriteOptions) -> None:
+    """Raises CheckpointExistsError if the copy of ``checkpoint`` would replace another checkpoint, hide others or be
+    hidden by one. ``copy``: the directory of the copy. ``copies``: that of its run. ``options``: those of the write.
+
+    This looks only at a place of the same kind as that of the checkpoint. An object store beside a file system may be
+    slow or out of reach, and must not hold up the training. There, the copy itself finds out."""
+    if copy.scheme != checkpoint.scheme:
+        return
+    store = open_store(copy)
+    try:
+        refuse_place(store, open_store(copies), latest=options.latest)
+        if not options.overwrite and store.entry(names.MANIFEST) is not None:
+            raise CheckpointExistsError("there is already a checkpoint here", file=str(copy))
+    except CheckpointExistsError as error:
+        error.message = f"the checkpoint cannot be copied by copy_to: {error.message}"
+        error.hint = "choose another directory for copy_to, or, to replace a checkpoint there, overwrite=True"
+        raise
+    except StorageError:  # The copy is tried later, and tells its error then.
+        return
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -206,11 +206,13 @@ class WriteOptions:
 
     def common(self, path: str) -> dict[str, object]:
         """Returns the arguments that have to be the same on every rank."""
+        copies = self.copies
         return comparable(
             path=path, step=self.step, parts=self.parts, exclude=self.exclude, overwrite=self.overwrite,
             latest=self.latest, pending_gradients=self.pending_gradients, background=self.in_background is not None,
             snapshot="lazy" if self.lazy else "copy",
             reuse=None if self.reuse is None else str(self.reuse), node_local=self.node_local,
-            ranks_per_file=self.ranks_per_file,
-            copy_to=None if self.copies is None else str(Location.of(self.copies.path).absolute()),
+            ranks_per_file=self.ranks_per_file, keep_last=self.keep_last, keep_every=self.keep_every,
+            copy_to=None if copies is None else str(Location.of(copies.path).absolute()),
+            **{f"{name} of copy_to": getattr(copies, name, None) for name in ("keep_last", "keep_every")},
         )  # fmt: skip

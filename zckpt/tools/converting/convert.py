@@ -27,11 +27,6 @@ if TYPE_CHECKING:
     from zckpt.transfer.budget import Budget
 
 
-_DESCRIPTIONS = {
-    formats.ZCKPT: "a checkpoint of zckpt", formats.DEEPSPEED: "a checkpoint of DeepSpeed",
-    formats.HUGGINGFACE: "a Hugging Face model", formats.DCP: "a DCP folder",
-    formats.ACCELERATE_FSDP: "an FSDP checkpoint of Accelerate", formats.TORCH_FILE: "a file",
-}  # fmt: skip
 _READERS = {
     formats.DEEPSPEED: read_deepspeed, formats.HUGGINGFACE: read_hugging_face, formats.DCP: read_dcp,
     formats.ACCELERATE_FSDP: read_accelerate, formats.TORCH_FILE: read_torch_file,
@@ -134,20 +129,17 @@ def convert(
         return str(Location.of(source).absolute()), open_store(Location.of(destination).absolute())
 
     def look() -> tuple[str, str]:
-        if Location.of(origin).scheme and to != "zckpt":
+        if to != "zckpt":
             return formats.ZCKPT, str(find(origin).location)
-        folder = formats.find_format(origin, tag if to == "zckpt" else None)
-        if (folder.format == formats.ZCKPT) != (to != "zckpt"):
+        folder = formats.find_format(origin, tag)
+        if folder.format == formats.ZCKPT:
+            others = formats.those_in(origin)  # `latest` may name one of zckpt beside them.
             hint = (
                 "copy it with zckpt.cp (zckpt cp), or convert it: to='deepspeed' (--to deepspeed), to='universal' "
                 "(--to universal) or to='dcp' (--to dcp)"
             )
-            if to != "zckpt":
-                hint = "convert it to a checkpoint of zckpt first: to='zckpt' (without --to)"
-            others = formats.those_in(origin, of_zckpt=to != "zckpt")  # `latest` may name one of the other format.
             raise UnsupportedError(
-                f"{printable(folder.path)} is {_DESCRIPTIONS[folder.format]}",
-                hint=f"{others}; or {hint}" if others else hint,
+                f"{printable(folder.path)} is a checkpoint of zckpt", hint=f"{others}; or {hint}" if others else hint
             )
         return folder
 
@@ -166,7 +158,7 @@ def convert(
             new_path, missing = write(
                 checkpoint, str(store.location), ranks, overwrite=overwrite, budget=budget, progress=progress
             )
-            return Converted(new_path, _DESCRIPTIONS[formats.ZCKPT], missing)
+            return Converted(new_path, "a checkpoint of zckpt", missing)
         content = ranks.together(lambda: _READERS[source_format](path), "read the source")
         write_source(content, store, ranks, overwrite=overwrite, budget=budget, progress=progress)
     return Converted(str(store.location), content.found_format, content.missing)

@@ -78,7 +78,8 @@ class DeepSpeedFolder:
         if self.universal and len({match[1] is None for match in models}) == 2:
             raise UnsupportedError(
                 "this Universal Checkpoint was made by zckpt", file=path,
-                hint="take the checkpoint of zckpt that it was made from",
+                hint="give the checkpoint of zckpt that it was made from, of which it has only a part; or load it into "
+                "an engine with checkpoint.load_universal, and write that with zckpt.write",
             )  # fmt: skip
         self._models = _by_coordinates(path, _MODEL, names)
         self._optimizers = {} if self.universal else _by_coordinates(path, _OPTIMIZER, names)

@@ -6,7 +6,7 @@ import os
 from typing import NamedTuple
 
 from zckpt.checkpoint.listing import other_formats
-from zckpt.checkpoint.listing.runs import read_latest
+from zckpt.checkpoint.listing.runs import nothing_at, read_latest
 from zckpt.errors import CheckpointNotFoundError, FormatError, UnsupportedError, first_few, from_os_error, printable
 from zckpt.format import names
 from zckpt.storage.schemes import open_store
@@ -76,16 +76,14 @@ def _unknown(path: str, entries: list[str]) -> Exception:
     )
 
 
-def those_in(path: str, of_zckpt: bool = False) -> str | None:
-    """Returns a hint that names the checkpoints of zckpt, or those of the other formats, in a folder. It is None if
-    there are none."""
+def those_in(path: str) -> str:
+    """Returns a hint that names the checkpoints in a folder that can be converted. It is empty if there are none."""
     try:
         formats = {name: _format(_listed(os.path.join(path, name))) for name in sorted(os.listdir(path))}
     except OSError:
-        return None
-    found = first_few([name for name, kind in formats.items() if kind and (kind == ZCKPT) == of_zckpt], 5)
-    how = "give the path of" if of_zckpt else "with tag (--tag), name"
-    return f"{how} one of the checkpoints in {printable(path)}: {found}" if found else None
+        return ""
+    found = first_few([name for name, kind in formats.items() if kind not in (None, ZCKPT)], 5)
+    return f"give one of the checkpoints in {printable(path)}, by its path or as tag (--tag): {found}" if found else ""
 
 
 def _listed(path: str) -> list[str]:
@@ -95,8 +93,8 @@ def _listed(path: str) -> list[str]:
 def _entries(path: str, run: str) -> list[str]:
     try:
         return sorted(os.listdir(path))
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise CheckpointNotFoundError("there is no such folder", file=path, hint=those_in(run) or _GIVE) from error
+    except (FileNotFoundError, NotADirectoryError):
+        raise nothing_at(open_store(path), those_in(run), _GIVE) from None
     except OSError as error:
         raise from_os_error(error, "list", path) from error
 
