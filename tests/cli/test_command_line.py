@@ -17,7 +17,6 @@ from zckpt.cli import COMMANDS, main, make_parser
 
 SOUND = Path(__file__).parents[1] / "broken" / "sound"
 PAGE = Path(__file__).parents[2] / "docs" / "commands.md"
-USAGES = re.findall(r"^```text\nzckpt (\w+)(.*)\n```$", PAGE.read_text(), re.MULTILINE)
 
 
 def zckpt(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -55,13 +54,6 @@ def test_every_command_says_what_it_does_and_its_examples_can_be_parsed(
         words = shlex.split(re.split(r" [|>] ", line)[0])
         arguments = make_parser(words).parse_args(words[words.index("zckpt") + 1 :])
         assert arguments.command == name
-
-
-@pytest.mark.parametrize(("name", "arguments"), USAGES, ids=[name for name, _ in USAGES])
-def test_the_usage_that_a_page_shows_has_all_options_of_the_command(name: str, arguments: str) -> None:
-    options = {option for action in subparser(name)._actions for option in action.option_strings}
-    long_options = {option for option in options if option.startswith("--")}
-    assert {*re.findall(r"--[\w-]+", arguments)} == long_options - {"--help"}
 
 
 def test_the_list_of_commands_imports_none_of_them() -> None:
