@@ -80,7 +80,9 @@ def is_step(code: CodeType) -> bool:
         "collectives.py", "groups.py", "family.py", "tree.py", "heartbeat.py", "interrupts.py", "background.py",
         "job.py", "gloo.py",
     )  # fmt: skip
-    return not code.co_filename.endswith(between) and code.co_name not in NOT_STEPS
+    # Before Python 3.12, a list comprehension has code of its own. It belongs to the function that contains it.
+    name = code.co_qualname.removesuffix(".<locals>.<listcomp>").rpartition(".")[2]
+    return not code.co_filename.endswith(between) and name not in NOT_STEPS
 
 
 def fail_everywhere(path: str, who: int, every: int, ranks_per_file: int) -> dict[str, int]:

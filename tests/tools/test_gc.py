@@ -67,6 +67,7 @@ def test_no_lock_is_taken_if_there_is_nothing_to_remove(tmp_path: Path) -> None:
     assert locked == {str(tmp_path / "s2")}
 
 
+@pytest.mark.linux
 def test_the_files_by_which_processes_take_a_lock_stay(tmp_path: Path) -> None:
     """Two clean-ups and a write may take a lock at the same time. If one removed the file of another, that would
     fail. The file of a process that has died goes at once."""

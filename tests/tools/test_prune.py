@@ -268,6 +268,7 @@ def test_a_full_disk_can_be_freed(tmp_path: Path) -> None:
     assert zckpt.validate(tmp_path / "s2").ok
 
 
+@pytest.mark.linux
 def test_a_removal_that_was_killed_is_finished_by_gc(tmp_path: Path) -> None:
     """The process dies when the manifest is removed and all of the data are there. Such data are not recoverable."""
     write_steps(tmp_path, 1, 2)

@@ -126,7 +126,7 @@ def test_memory_is_bounded_by_the_budget(tmp_path: Path, stage: int) -> None:
             torch.save(deepspeed_folders.zero_state(**zero), folder / deepspeed_folders.OPTIMIZER)
         else:
             flat = {"optimizer_state_dict": inner, "fp32_groups_flat": masters, "cur_scale": 1.0}
-            model = deepspeed_folders.model_state(**weights, optimizer=flat)
+            model = deepspeed_folders.model_state(**weights, param_shapes=None, optimizer=flat)
         torch.save(model, folder / deepspeed_folders.MODEL)
         del weights, inner, masters, model
     zckpt.convert(tmp_path / "small", tmp_path / "warm", budget=budget)
