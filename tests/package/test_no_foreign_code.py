@@ -69,7 +69,7 @@ def unsafe(code: str) -> set[str]:
 
 
 def starts_of(name: str) -> set[str]:
-    """Returns a full name and the names of all that it is in."""
+    """Returns a full name, such as ``os.path.join``, and the names of what contains it: ``os.path`` and ``os``."""
     parts = name.split(".")
     return {".".join(parts[:count]) for count in range(1, len(parts) + 1)}
 

@@ -34,13 +34,15 @@ class ModuleRestoring:
 
     def __init__(self, adapter: ModuleAdapter, selection: Selection) -> None:
         self._adapter, self._engine, self._kind = adapter, adapter.engine, adapter.kind
-        self._selection = replace(selection, wanted=())  # There may be very many fragments. These are what is needed:
+        # There may be very many fragments, so only what is needed of them is kept.
+        self._selection = replace(selection, wanted=())
         self._chosen: dict[str, dict[str, str]] = {}
         """The names of the tensors in ``Selection.wanted``, by part, with the dtype that each has in the engine."""
         for fragment in selection.wanted:
             self._chosen.setdefault(fragment.part, {})[fragment.name] = fragment.dtype
         in_module = adapter.buffers[0]
         self._wanted_extra = [f for f in selection.wanted if f.part == BUFFER and f.name not in in_module]
+        """The fragments of the extra state that are restored."""
         self._moments = {part: chosen for part, chosen in self._chosen.items() if part not in RESERVED_PARTS}
         """Those of them that are moments."""
         self._extra: dict[str, torch.Tensor] = {}

@@ -22,6 +22,7 @@ from zckpt.engines import adapt, engine_of, group_of
 from zckpt.engines.away import away, tensors_in_memory
 from zckpt.engines.history import note_restore
 from zckpt.engines.registered import registered
+from zckpt.engines.tensors import for_training
 from zckpt.errors import (
     CheckpointNotFoundError,
     FormatError,
@@ -210,13 +211,13 @@ def restore_engine(engine: object, path: Place, request: Request) -> tuple[Resto
         return ["\n".join(plans[0].problems), plans[0].checkpoint.manifest.save_id]
 
     # Each step below runs on all ranks. Nothing between two steps can fail, or one rank would leave the others waiting.
-    with ranks.undivided(), ExitStack() as exchange:
+    with ranks.undivided(), ExitStack() as contexts:
         ranks.decide(arguments, check_arguments, "prepare the restore")
         opened: Callable[[], tuple[Store, Contents]]
         if isinstance(path, (str, os.PathLike)):
             spread, opened = find_spread(path, ranks)
             if spread is not None:
-                peers = exchange.enter_context(Peers(group_of(engine), spread.store.reader(), request.caller.call))
+                peers = contexts.enter_context(Peers(group_of(engine), spread.store.reader(), request.caller.call))
                 opened = partial(spread.opened, peers)
         else:
             if not isinstance(path, Chosen):
@@ -231,9 +232,7 @@ def restore_engine(engine: object, path: Place, request: Request) -> tuple[Resto
         (plan,) = plans
         if first is not None:
             raise _mismatch(plan, first, same_as, ranks)
-        # What is made here takes part in the training, also if the caller is in an evaluation.
-        evaluates = torch.is_inference_mode_enabled() and not plan.adapter.trains
-        exchange.enter_context(torch.inference_mode(evaluates))
+        contexts.enter_context(for_training(plan.adapter))
         out = away(engine)
         if out is not None:
             out.bring_back_to_restore(plan.unfilled, ranks, request.budget)

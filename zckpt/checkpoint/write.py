@@ -8,8 +8,6 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
-import torch
-
 from zckpt.checkpoint.background import PendingWrite, is_ending, wait_for
 from zckpt.checkpoint.cleaning.older import remove_older
 from zckpt.checkpoint.listing.doubt import settle
@@ -31,6 +29,7 @@ from zckpt.checkpoint.writing.rank_write import RankWrite, join
 from zckpt.engines import engine_of, group_of
 from zckpt.engines.away import away
 from zckpt.engines.history import history_of, note_write
+from zckpt.engines.tensors import for_training
 from zckpt.errors import warn
 from zckpt.plan.inventory import PARAM
 from zckpt.ranks.collectives import BACKGROUND, UPLOADS, Ranks
@@ -316,8 +315,7 @@ def write_together(
     offloaded = away(engine)
     # ``after_write`` may gather parameters, which have to be in memory.
     if offloaded is None or PARAM not in offloaded.parts:
-        evaluates = torch.is_inference_mode_enabled() and not prepared.adapter.trains
-        with torch.inference_mode(evaluates):  # What is made here takes part in the training.
+        with for_training(prepared.adapter):
             prepared.adapter.after_write()
     return pending or prepared.target
 

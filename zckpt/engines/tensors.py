@@ -18,6 +18,9 @@ from zckpt.transfer.torch_dtypes import DTYPE_NAMES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from contextlib import AbstractContextManager
+
+    from zckpt.engines.contract import StateAdapter
 
 T = TypeVar("T", bound=torch.Tensor)
 T_ = TypeVar("T_")
@@ -25,6 +28,12 @@ _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
 """The names of the attributes in which wrapper modules keep the module that they wrap."""
 SAMPLED_TENSORS, SAMPLED_ELEMENTS = 16, 16
 """How many tensors, and how many elements of each, are looked at to tell engines apart."""
+
+
+def for_training(adapter: StateAdapter) -> AbstractContextManager[object]:
+    """Returns a context in which new tensors can take part in the training of an engine, even if the caller is in
+    ``torch.inference_mode``, as in an evaluation. For an engine that does not train, it changes nothing."""
+    return torch.inference_mode(torch.is_inference_mode_enabled() and not adapter.trains)
 
 
 def dtype_name(dtype: torch.dtype, *what: str) -> str:

@@ -164,7 +164,7 @@ def test_a_run_is_restored_to_before_its_first_step(tmp_path: Path, name: str) -
 
 
 def test_a_run_goes_on_after_a_restore_in_inference_mode(tmp_path: Path) -> None:
-    """What a restore makes there, such as moments, would otherwise be refused by the next step."""
+    """If the moments that a restore makes were inference tensors, the next step would refuse them."""
     through, resumed = make_state("alone"), make_state("alone", seed=1)
     train(through, 3)
     zckpt.write(through, tmp_path / "a")

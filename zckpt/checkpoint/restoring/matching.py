@@ -39,7 +39,7 @@ class Match:
     differences: Mapping[str, Mismatch]
     """Why nothing is read for another tensor of the engine that was asked for, by the key of the latter."""
     zeroed: Collection[str]
-    """The keys of ``differences`` whose tensors become zero."""
+    """The keys of the moments that become zero, because nothing is read for them and their weight is restored."""
     no_place: Sequence[str]
     """The keys of the tensors of the checkpoint that the engine does not have."""
     unexpected: Sequence[str]
@@ -59,7 +59,7 @@ class Match:
 
     @property
     def read_bytes(self) -> int:
-        """The number of bytes that are read."""
+        """How many bytes of the checkpoint this rank reads into the engine."""
         return sum(
             fragment.span.numel * self.sources[fragment.part][fragment.name].item_bytes
             for fragment in self.filled

@@ -121,7 +121,7 @@ class RestorePlan:
     sources: Mapping[str, Mapping[str, TensorInfo]]
     """As in ``Match``. The plan has no fragments, because there may be very many of them."""
     read_bytes: int
-    """The number of bytes that are read."""
+    """How many bytes of the checkpoint this rank reads into the engine."""
     unfilled: Collection[str]
     """The keys of the fragments in ``EngineAdapter.wanted`` that are not filled."""
     restoring: Restoring
@@ -160,7 +160,8 @@ def plan_restore(
     state = {name: (saved or {}).get(name) for name in trees}
     moments = names.keys() - RESERVED_PARTS
     if state.get("optimizer") is not None and not (in_part or moments or checkpoint.contents.left_out):
-        # The optimizer had no moments, as before its first step, and begins anew without those that it has now.
+        # The optimizer that was saved had no moments, as before its first step. So the optimizer of the engine begins
+        # anew, and its moments are not missing in the checkpoint.
         missing = {key: why for key, why in matched.differences.items() if key not in matched.zeroed}
         matched = replace(matched, differences=missing)
     needs_rank_state = request.rng or (saved is not None and adapter.needs_rank_state(state))

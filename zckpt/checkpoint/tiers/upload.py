@@ -63,8 +63,8 @@ def refuse_copy(copy: Location, copies: Location, checkpoint: Location, options:
     """Raises CheckpointExistsError if the copy of ``checkpoint`` would replace another checkpoint, hide others or be
     hidden by one. ``copy``: the directory of the copy. ``copies``: that of its run. ``options``: those of the write.
 
-    This looks only at a place of the same kind as that of the checkpoint. An object store beside a file system may be
-    slow or out of reach, and must not hold up the training. There, the copy itself finds out."""
+    If the two are in stores of different kinds, such as a file system and an object store, nothing is looked at: a
+    store that is slow or out of reach must not hold up the training. Then the copy itself raises the error."""
     if copy.scheme != checkpoint.scheme:
         return
     store = open_store(copy)

@@ -110,8 +110,8 @@ class DcpPlan:
     """The plan of a DCP folder. Raises UnsupportedError for a checkpoint that cannot become one, and FormatError."""
 
     copies: Mapping[str, int] = {}
-    """The number of the copy that is written, for tensors of which it is not the first one. There are no such tensors,
-    because a DCP folder has one copy of each tensor."""
+    """The numbers of the copies that are written, by the keys of the tensors, as for the other plans. The map is empty,
+    because a DCP folder has the first copy of each tensor."""
 
     def __init__(self, checkpoint: Loader, world_size: int | None) -> None:
         if world_size is not None and world_size < 1:
